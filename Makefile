@@ -1,0 +1,33 @@
+# make demo: set-up, then the main job on real text.   make test: set-up, then every test.
+PYTHON ?= python3
+BIN := .venv/bin
+EXTRAS := demo,log,test,dev
+
+.PHONY: setup demo test test-slow lint clean
+
+setup: .venv/.installed
+
+.venv/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[$(EXTRAS)]'
+	touch $@
+
+demo: setup
+	$(BIN)/python tools/demo_data.py data/demo
+	$(BIN)/python -m megakit.pretrain +recipe=demo
+
+test: setup
+	$(BIN)/python -m pytest
+
+test-slow: setup
+	$(BIN)/python -m pytest -m slow
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+clean:
+	rm -rf .venv data/demo runs

@@ -1,0 +1,300 @@
+"""Every recipe key: its type, its default, and one line on what it means.
+
+The string under a field is its documentation: `--help` and docs/config.md are made from it. A field without a default
+(`MISSING`) must be given by the recipe. Rules that join several keys are in rules.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, List, Optional
+
+from omegaconf import MISSING
+
+
+@dataclass
+class ModelConfig:
+    """The decoder. A family (model_zoo/) is one set of these values and a map of Hugging Face names."""
+
+    family: str = MISSING
+    """llama | gpt2: which Hugging Face name map reads and writes the weights."""
+    num_layers: int = MISSING
+    """Transformer layers."""
+    hidden_size: int = MISSING
+    """Width of the residual stream."""
+    ffn_hidden_size: int = MISSING
+    """Width inside the MLP (of gate and of up each, for swiglu)."""
+    num_attention_heads: int = MISSING
+    """Query heads."""
+    num_query_groups: int = MISSING
+    """Key/value heads (GQA); equal to num_attention_heads for MHA."""
+    vocab_size: int = MISSING
+    """True vocabulary. Rows added for the grid (make_vocab_size_divisible_by) never take part in the loss."""
+    max_position_embeddings: int = MISSING
+    """Longest sequence: rows of a learned position table, or the context a rotary model is meant for."""
+    normalization: str = "rmsnorm"
+    """rmsnorm | layernorm (with bias)."""
+    norm_epsilon: float = 1e-5
+    """Added to the variance inside the norm."""
+    activation: str = "swiglu"
+    """swiglu | gelu | gelu_tanh (GPT-2's approximation)."""
+    position_embedding: str = "rope"
+    """rope | learned."""
+    rotary_base: float = 10000.0
+    """RoPE theta."""
+    add_bias_linear: bool = False
+    """Biases on every linear layer but the output head."""
+    tie_embeddings: bool = False
+    """The output head is the word embedding itself."""
+    hidden_dropout: float = 0.0
+    """Dropout probability on the embedding's and each sub-layer's output."""
+    attention_dropout: float = 0.0
+    """Dropout probability on attention weights."""
+    init_method_std: float = 0.02
+    """Standard deviation of initial weights; output projections of sub-layers use std / sqrt(2 * num_layers)."""
+    make_vocab_size_divisible_by: int = 128
+    """The vocabulary rows of each tensor-parallel rank are padded to a multiple of this."""
+
+
+@dataclass
+class ParallelConfig:
+    """The grid: rank = ((dp * PP + pp) * CP + cp) * TP + tp."""
+
+    tp: int = 1
+    """Tensor parallel ranks; within a node."""
+    pp: int = 1
+    """Pipeline stages."""
+    cp: int = 1
+    """Context parallel ranks; only 1 is built."""
+    dp: Optional[int] = None
+    """Data parallel replicas; null: all ranks that are there, divided by tp * pp * cp."""
+    zero: int = 0
+    """ZeRO stage: 0 nothing is sharded over dp, 1 the optimizer states are."""
+    sequence_parallel: bool = False
+    """Shard activations between the tensor-parallel layers along the sequence."""
+    schedule: str = "1f1b"
+    """Pipeline schedule; only 1f1b is built."""
+    virtual_stages: int = 1
+    """Model chunks per pipeline rank; only 1 is built."""
+    layers_per_stage: Optional[List[int]] = None
+    """Layers of each pipeline stage, in order; null: as even as possible, the first and last stages getting fewer."""
+    recompute: str = "none"
+    """Activation recomputation: none | selective (the attention core) | full (every layer)."""
+    bucket_size: int = 40_000_000
+    """Elements per gradient bucket; a bucket is reduced over dp as soon as its gradients are complete."""
+    allow_tp_across_nodes: bool = False
+    """Permit tp to be larger than a node, over the slow network."""
+
+
+@dataclass
+class TrainConfig:
+    """How long, on what batches, in which precision."""
+
+    steps: Optional[int] = None
+    """Optimizer steps; give this or tokens."""
+    tokens: Optional[int] = None
+    """Tokens to train on, rounded up to whole steps; give this or steps."""
+    micro_batch_size: int = MISSING
+    """Samples per forward pass of one data-parallel rank."""
+    global_batch_size: int = MISSING
+    """Samples per optimizer step, over all ranks."""
+    seq_len: int = MISSING
+    """Tokens per sample."""
+    seed: int = 1234
+    """Seeds initial weights, sample order and dropout, each by itself."""
+    precision: str = "bf16"
+    """Compute precision: bf16 (fp32 masters and gradients) | fp32."""
+    eval_interval: int = 0
+    """Steps between evaluations on the validation split; 0: never."""
+    eval_samples: int = 64
+    """Samples of one evaluation, always the first ones of the validation split."""
+    max_skipped_steps: int = 10
+    """Consecutive steps skipped for a loss or gradient that is not finite, after which the run stops with exit code 3."""
+    generate_tokens: int = 0
+    """Tokens to generate from train.generate_prompt when training ends; 0: none."""
+    generate_prompt: str = ""
+    """Text that the generation at the end continues."""
+
+
+@dataclass
+class OptimConfig:
+    """AdamW on flat fp32 shards."""
+
+    lr: float = MISSING
+    """Peak learning rate."""
+    min_lr: float = 0.0
+    """Learning rate at the end of the decay."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up from 0 to lr."""
+    decay_steps: Optional[int] = None
+    """Step at which the decay ends; null: the last step of the run."""
+    schedule: str = "cosine"
+    """After the warm-up: cosine | linear | constant | wsd (stable, then decays over wsd_decay_steps)."""
+    wsd_decay_steps: Optional[int] = None
+    """Length of the final decay of the wsd schedule, ending at decay_steps; null: a tenth of the decay steps."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay; never on norms and biases."""
+    beta1: float = 0.9
+    """AdamW's first moment decay."""
+    beta2: float = 0.95
+    """AdamW's second moment decay."""
+    eps: float = 1e-8
+    """AdamW's epsilon."""
+    clip_grad: float = 1.0
+    """Largest global gradient norm; 0: no clipping."""
+
+
+@dataclass
+class DataConfig:
+    """Indexed token files (Megatron .bin/.idx) and the order in which samples are read."""
+
+    path: List[str] = field(default_factory=list)
+    """File prefixes without .bin/.idx; relative to the folder the run was started in."""
+    weights: Optional[List[float]] = None
+    """Share of each path in the blend; null: by its number of tokens."""
+    valid_path: List[str] = field(default_factory=list)
+    """File prefixes of a separate validation set; when given, all of data.path is for training and split is unused."""
+    tokenizer: Optional[str] = None
+    """Tokenizer file (sentencepiece .model); its fingerprint must be that of the data."""
+    split: str = "99,1"
+    """Parts of the documents for training and validation, in this order; normalised to 1."""
+    mock: bool = False
+    """Made-up tokens in place of files, a pure function of the seed: for benchmarks and run.shrink."""
+    mock_samples: int = 4096
+    """Samples in an epoch of mock data."""
+    log_sample_ids: bool = False
+    """Write the sample ids of every step to samples.jsonl in the run folder."""
+    prefetch: int = 2
+    """Batches read ahead by a background thread; 0: read when needed."""
+    isolate_documents: bool = False
+    """Keep attention inside a document; not built yet, must be false."""
+
+
+@dataclass
+class CheckpointConfig:
+    """Where, how often and how many; and what a start does with what is there."""
+
+    dir: Optional[str] = None
+    """Folder of the checkpoints; null: checkpoints/ in the run folder."""
+    interval_steps: Optional[int] = None
+    """Steps between saves; null: no saves by steps. The last step is always saved."""
+    interval_minutes: Optional[float] = None
+    """Minutes between saves; null: no saves by time."""
+    keep: int = 2
+    """Complete checkpoints to keep; 0: all."""
+    resume: Any = "auto"
+    """auto (newest complete, else step 0) | must | never | the number of a step."""
+    init_from: Optional[str] = None
+    """Hugging Face folder (safetensors) whose weights start the run; refused if there is a checkpoint to resume."""
+
+
+@dataclass
+class LogConfig:
+    """Where the one record per step goes, besides metrics.jsonl."""
+
+    console: str = "auto"
+    """auto (a bar on a terminal, lines elsewhere) | bar | lines | off."""
+    interval: int = 10
+    """Steps between console lines."""
+    tensorboard: bool = False
+    """Write TensorBoard events to tensorboard/ in the run folder."""
+    wandb: str = "disabled"
+    """Weights & Biases: disabled | offline | online."""
+    wandb_project: str = "megakit"
+    """Weights & Biases project."""
+
+
+@dataclass
+class SlurmConfig:
+    """What `tools/slurm/render_sbatch.py` writes into the job script."""
+
+    partition: Optional[str] = None
+    """Partition; null: the cluster's default."""
+    account: Optional[str] = None
+    """Account to charge; null: the user's default."""
+    time_limit: str = "24:00:00"
+    """Wall time, as sbatch takes it."""
+    cpus_per_task: int = 8
+    """CPU cores of each rank."""
+    signal_lead_s: int = 300
+    """Seconds before the time limit at which the job is told to save and leave."""
+    requeue: bool = True
+    """Submit the job again after exit code 75."""
+    extra: List[str] = field(default_factory=list)
+    """Further #SBATCH options, each as --name=value."""
+
+
+@dataclass
+class LaunchConfig:
+    """How the ranks start and how long they wait for one another."""
+
+    device: str = "auto"
+    """auto (GPUs if there are any, else CPU) | cuda | cpu."""
+    timeout_s: float = 600.0
+    """Seconds after which any collective or send/recv gives up; reaches every process group."""
+    threads_per_rank: Optional[int] = None
+    """CPU threads of each rank; null: the cores of the machine divided by its ranks."""
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
+
+
+@dataclass
+class ClusterConfig:
+    """The machines that a recipe is meant for."""
+
+    name: str = "local"
+    """local | a100_80g | h100 | h200."""
+    nodes: int = 1
+    """Nodes."""
+    gpus_per_node: Optional[int] = None
+    """GPUs of a node; null: what this machine has."""
+    gpu_memory_gib: Optional[float] = None
+    """Memory of a GPU, GiB."""
+    peak_bf16_tflops: Optional[float] = None
+    """Dense bf16 peak of a GPU, TFLOP/s; metrics.jsonl's mfu divides by it."""
+    peak_fp32_tflops: Optional[float] = None
+    """fp32 (non-tensor-core) peak of a GPU, TFLOP/s."""
+    memory_bandwidth_tb_s: Optional[float] = None
+    """Memory bandwidth of a GPU, TB/s."""
+    nvlink_gb_s: Optional[float] = None
+    """NVLink bandwidth of a GPU, GB/s in each direction."""
+    network_gb_s: Optional[float] = None
+    """Network bandwidth of a node per GPU, GB/s in each direction."""
+
+
+@dataclass
+class OpsConfig:
+    """Fused operators."""
+
+    backend: str = "torch"
+    """Implementation of fused operators; only torch is built."""
+
+
+@dataclass
+class RunConfig:
+    """One folder for all ranks, and the ways to look before a run."""
+
+    name: str = "run"
+    """Name of the run."""
+    dir: Optional[str] = None
+    """Run folder, used again by a restart; null: runs/NAME."""
+    dry_run: bool = False
+    """Validate, print the plan and exit; no process group, no data."""
+    shrink: bool = False
+    """Keep the structure of the recipe and cut its sizes until it runs on this machine's CPU in under a minute."""
+
+
+@dataclass
+class Config:
+    """A recipe, composed."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    ops: OpsConfig = field(default_factory=OpsConfig)
+    run: RunConfig = field(default_factory=RunConfig)

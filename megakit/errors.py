@@ -1,0 +1,38 @@
+"""What ends a run on purpose, and the exit code that each end is documented to have."""
+
+EXIT_DONE = 0
+EXIT_FAILED = 1
+EXIT_REFUSED = 2
+EXIT_NOT_FINITE = 3
+EXIT_STORAGE = 74
+EXIT_ASKED_TO_STOP = 75
+
+
+class Stop(Exception):
+    """A run ends with one line for the user and `code` for the scheduler."""
+
+    code = EXIT_FAILED
+
+
+class Refused(Stop):
+    """A recipe, a plan or an input can't be used as it is. The message states both values and the cure, in one line."""
+
+    code = EXIT_REFUSED
+
+
+class NotFinite(Stop):
+    """Training is not finite any more: requeueing would only repeat it."""
+
+    code = EXIT_NOT_FINITE
+
+
+class StorageFailed(Stop):
+    """A checkpoint could not be written; those before it are intact."""
+
+    code = EXIT_STORAGE
+
+
+class AskedToStop(Stop):
+    """A signal or a time limit asked for an end; the checkpoint is saved and the job may be requeued."""
+
+    code = EXIT_ASKED_TO_STOP

@@ -1,0 +1,120 @@
+"""Which layers and parameters a rank holds: pure data that the model is built from and the planner counts. No torch here."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megakit.config.schema import Config, ModelConfig
+from megakit.errors import Refused
+from megakit.parallel.shard import ParamSpec, ShardSpec
+
+
+@dataclass(frozen=True)
+class StageLayout:
+    """What one pipeline stage is made of."""
+
+    index: int
+    count: int
+    """Number of stages."""
+    layers: range
+
+    @property
+    def first(self) -> bool:
+        """Has the embedding."""
+        return self.index == 0
+
+    @property
+    def last(self) -> bool:
+        """Has the output head and the loss."""
+        return self.index == self.count - 1
+
+
+def split_layers(num_layers: int, stages: int, given: list[int] | None = None) -> list[StageLayout]:
+    """Cut the layers into pipeline stages: as `given`, or as even as possible with the remainder in the middle stages,
+    since the first stage also has the embedding and the last one the loss.
+
+    Raises Refused where a stage would have no layer, or `given` doesn't add up.
+    """
+    if given is None:
+        if num_layers < stages:
+            raise Refused(f"model.num_layers = {num_layers} is less than parallel.pp = {stages}: use parallel.pp <= {num_layers}")
+        base, extra = divmod(num_layers, stages)
+        middle = sorted(range(stages), key=lambda s: (min(s, stages - 1 - s) == 0, abs(2 * s - stages + 1), s))[:extra]
+        given = [base + (s in middle) for s in range(stages)]
+    if len(given) != stages:
+        raise Refused(f"parallel.layers_per_stage has {len(given)} entries, parallel.pp = {stages}: give one per stage")
+    if min(given) < 1 or sum(given) != num_layers:
+        raise Refused(
+            f"parallel.layers_per_stage = {list(given)} adds up to {sum(given)}, model.num_layers = {num_layers}:"
+            " give each stage at least 1 layer and each layer one stage"
+        )
+    ends = [sum(given[: s + 1]) for s in range(stages)]
+    return [StageLayout(s, stages, range(e - n, e)) for s, (n, e) in enumerate(zip(given, ends, strict=True))]
+
+
+def stage_params(cfg: Config, stage: StageLayout, tp: int, tp_rank: int) -> dict[str, ParamSpec]:
+    """The parameters of one stage on one tensor-parallel rank, by global name, in the order of the forward pass.
+
+    A tied output head on another rank than the embedding appears as its second copy under the embedding's name.
+    """
+    m, std = cfg.model, cfg.model.init_method_std
+    partial = ("tp",) if cfg.parallel.sequence_parallel and tp > 1 else ()
+    out: dict[str, ParamSpec] = {}
+
+    def add(shard: ShardSpec, init: float | str, **kw) -> None:
+        out[shard.name] = ParamSpec(shard, init, **kw)
+
+    def replicated(name: str, shape: tuple[int, ...], init: float | str, decay: bool = False) -> None:
+        add(ShardSpec.replicated(name, shape), init, decay=decay, late=partial, owner=tp_rank == 0)
+
+    def norm(name: str) -> None:
+        replicated(f"{name}.weight", (m.hidden_size,), "ones")
+        if m.normalization == "layernorm":
+            replicated(f"{name}.bias", (m.hidden_size,), "zeros")
+
+    def column(name: str, parts: tuple[int, ...]) -> None:
+        add(ShardSpec.rows(f"{name}.weight", parts, m.hidden_size, tp_rank, tp), std)
+        if m.add_bias_linear:
+            add(ShardSpec.rows(f"{name}.bias", parts, None, tp_rank, tp), "zeros", decay=False)
+
+    def row(name: str, cols: int) -> None:
+        add(ShardSpec.cols(f"{name}.weight", m.hidden_size, cols, tp_rank, tp), std / math.sqrt(2 * m.num_layers))
+        if m.add_bias_linear:
+            replicated(f"{name}.bias", (m.hidden_size,), "zeros")
+
+    def vocabulary(name: str, **kw) -> None:
+        add(ShardSpec.padded_rows(name, m.vocab_size, m.hidden_size, tp_rank, tp, m.make_vocab_size_divisible_by), std, **kw)
+
+    apart = m.tie_embeddings and stage.count > 1
+    if stage.first:
+        uses = 2 if m.tie_embeddings and not apart else 1
+        vocabulary("embedding.word.weight", late=("embed",) if apart else (), uses=uses)
+        if m.position_embedding == "learned":
+            replicated("embedding.position.weight", (m.max_position_embeddings, m.hidden_size), std, decay=True)
+    kv = m.num_query_groups * head_dim(m)
+    for i in stage.layers:
+        norm(f"layers.{i}.attention_norm")
+        column(f"layers.{i}.attention.qkv", (m.num_attention_heads * head_dim(m), kv, kv))
+        row(f"layers.{i}.attention.out", m.num_attention_heads * head_dim(m))
+        norm(f"layers.{i}.mlp_norm")
+        column(f"layers.{i}.mlp.up", (m.ffn_hidden_size,) * (2 if m.activation == "swiglu" else 1))
+        row(f"layers.{i}.mlp.down", m.ffn_hidden_size)
+    if stage.last:
+        norm("final_norm")
+        if not m.tie_embeddings:
+            vocabulary("output.weight")
+        elif apart:
+            vocabulary("embedding.word.weight", late=("embed",), owner=False)
+    return out
+
+
+def head_dim(m: ModelConfig) -> int:
+    """Width of an attention head."""
+    return m.hidden_size // m.num_attention_heads
+
+
+def parameter_count(cfg: Config) -> int:
+    """Parameters of the whole model: tied ones once, padding not at all."""
+    (stage,) = split_layers(cfg.model.num_layers, 1)
+    return sum(math.prod(p.shard.shape) for p in stage_params(cfg, stage, 1, 0).values())

@@ -1,0 +1,163 @@
+"""The one door: every collective and every send/recv of a training step goes through here, and is recorded.
+
+Tensor collectives work along dim 0. Asynchronous ones return a `Handle`; its `wait()` gives the result.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megakit.parallel.grid import ParallelState
+
+T = TypeVar("T")
+
+# torch 2.13 renamed them
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+
+@dataclass
+class Record:
+    """One operation as this rank issued it."""
+
+    op: str
+    group: str
+    """Axis of the grid, `world` or `embed`; for send and recv `pp:SOURCE>TARGET` in stages."""
+    seq: int
+    """Counted per group, so equal on all members: two ranks' records can be matched."""
+    shape: tuple[int, ...]
+    dtype: str
+    done: bool = False
+
+    def __str__(self) -> str:
+        state = "done" if self.done else "not done"
+        return f"{self.op} #{self.seq} on {self.group} {list(self.shape)} {self.dtype.removeprefix('torch.')}: {state}"
+
+
+class Handle:
+    """A result that may still be under way. Keeps its buffers alive until `wait()`."""
+
+    def __init__(self, result: torch.Tensor, work: dist.Work | None = None, record: Record | None = None):
+        self.result, self._work, self._record = result, work, record
+
+    def wait(self) -> torch.Tensor:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        if self._record is not None:
+            self._record.done = True
+        return self.result
+
+
+class Comm:
+    """Communication of one rank, with a record of its last operations.
+
+    `bytes` counts what is handed in or comes out, the larger of the two, by (operation, group).
+    """
+
+    def __init__(self, state: ParallelState, keep: int = 4096):
+        self.state = state
+        self.records: deque[Record] = deque(maxlen=keep)
+        self.bytes: Counter[tuple[str, str]] = Counter()
+        self._seq: Counter[str] = Counter()
+
+    def size(self, axis: str) -> int:
+        return self.state.size(axis)
+
+    def index(self, axis: str) -> int:
+        return self.state.index(axis)
+
+    def pending(self) -> list[Record]:
+        """Operations that were issued and not waited for: what a hang is about."""
+        return [r for r in self.records if not r.done]
+
+    def _record(self, op: str, group: str, shape: tuple[int, ...], dtype: str, nbytes: int = 0) -> Record:
+        self._seq[group] += 1
+        self.bytes[op, group] += nbytes
+        record = Record(op, group, self._seq[group], shape, dtype)
+        self.records.append(record)
+        return record
+
+    def _record_tensor(self, op: str, group: str, x: torch.Tensor) -> Record:
+        return self._record(op, group, tuple(x.shape), str(x.dtype), x.numel() * x.element_size())
+
+    def all_reduce(self, x: torch.Tensor, axis: str, op: str = "sum") -> Handle:
+        """In place; `op` is sum or max."""
+        if self.size(axis) == 1:
+            return Handle(x)
+        record = self._record_tensor("all_reduce", axis, x)
+        return Handle(x, dist.all_reduce(x, _REDUCE[op], group=self.state.groups[axis], async_op=True), record)
+
+    def all_gather(self, x: torch.Tensor, axis: str, out: torch.Tensor | None = None) -> Handle:
+        """[n, ...] of each rank -> [n * ranks, ...]"""
+        n = self.size(axis)
+        if n == 1:
+            return Handle(x if out is None else out.copy_(x))
+        x = x.contiguous()
+        out = x.new_empty((n * x.shape[0], *x.shape[1:])) if out is None else out
+        record = self._record_tensor("all_gather", axis, out)
+        return Handle(out, _all_gather(out, x, group=self.state.groups[axis], async_op=True), record)
+
+    def reduce_scatter(self, x: torch.Tensor, axis: str, out: torch.Tensor | None = None) -> Handle:
+        """[n * ranks, ...] of each rank -> this rank's [n, ...] of their sum"""
+        n = self.size(axis)
+        if n == 1:
+            return Handle(x if out is None else out.copy_(x))
+        x = x.contiguous()
+        out = x.new_empty((x.shape[0] // n, *x.shape[1:])) if out is None else out
+        record = self._record_tensor("reduce_scatter", axis, x)
+        return Handle(out, _reduce_scatter(out, x, group=self.state.groups[axis], async_op=True), record)
+
+    def broadcast(self, x: torch.Tensor, axis: str, source: int) -> torch.Tensor:
+        """In place, from the rank whose place on `axis` is `source`."""
+        if self.size(axis) == 1:
+            return x
+        record = self._record_tensor("broadcast", axis, x)
+        dist.broadcast(x, self._peer(axis, source), group=self.state.groups[axis])
+        record.done = True
+        return x
+
+    def _peer(self, axis: str, place: int) -> int:
+        return self.state.grid.line(self.state.rank, axis)[place]
+
+    def send(self, x: torch.Tensor, stage: int) -> Handle:
+        """To another pipeline stage. The handle must be waited for; with gloo it ends when the other side has received."""
+        record = self._record_tensor("send", f"pp:{self.index('pp')}>{stage}", x)
+        return Handle(x, dist.isend(x, self._peer("pp", stage), group=self.state.groups["pp"]), record)
+
+    def recv(self, buffer: torch.Tensor, stage: int) -> Handle:
+        """From another pipeline stage, into `buffer`."""
+        record = self._record_tensor("recv", f"pp:{stage}>{self.index('pp')}", buffer)
+        return Handle(buffer, dist.irecv(buffer, self._peer("pp", stage), group=self.state.groups["pp"]), record)
+
+    # outside the training step: small objects over the world
+
+    def gather_objects(self, obj: T) -> list[T]:
+        """Every rank's object, in order of rank, on every rank."""
+        if self.size("world") == 1:
+            return [obj]
+        record = self._record("gather_objects", "world", (), type(obj).__name__)
+        out: list[Any] = [None] * self.size("world")
+        dist.all_gather_object(out, obj)
+        record.done = True
+        return out
+
+    def broadcast_object(self, obj: T) -> T:
+        """Rank 0's object on every rank."""
+        if self.size("world") == 1:
+            return obj
+        record = self._record("broadcast_object", "world", (), type(obj).__name__)
+        box = [obj]
+        dist.broadcast_object_list(box, src=0)
+        record.done = True
+        return box[0]
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        self.gather_objects(None)

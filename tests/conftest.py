@@ -1,0 +1,28 @@
+"""Fixtures that several test folders share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Callable
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from tests.pool import Pool
+
+
+@pytest.fixture(scope="session")
+def pools() -> Iterator[Callable[[int], Pool]]:
+    """`pools(world).run(fn, ...)`: fn on every rank of a persistent gloo world of that size."""
+    made: dict[int, Pool] = {}
+
+    def get(world: int) -> Pool:
+        if world not in made:
+            made[world] = Pool(world)
+        return made[world]
+
+    yield get
+    for pool in made.values():
+        pool.close()

@@ -1,0 +1,81 @@
+"""Persistent worker processes for tests that need several ranks: one pool per world size, one thread per rank.
+
+Starting 8 ranks costs seconds once; each call after that costs milliseconds. Functions run by name in the workers, so
+they must be module-level; arguments and results are pickled.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import tempfile
+import traceback
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any, Callable
+
+TIMEOUT_S = 120.0
+
+
+def _worker(rank: int, world: int, store: str, conn: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    # a rank whose peer failed gives up before the pool does, and the peer's traceback is the one that is shown
+    timeout = timedelta(seconds=TIMEOUT_S / 2)
+    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timeout)
+    while (msg := conn.recv()) is not None:
+        fn, args, kwargs = msg
+        try:
+            conn.send((True, fn(*args, **kwargs)))
+        except BaseException:
+            conn.send((False, traceback.format_exc()))
+    os._exit(0)
+
+
+class Pool:
+    """`run(fn, ...)` calls fn on every rank and returns the results in order of rank."""
+
+    def __init__(self, world: int):
+        self.world = world
+        self._conns: list[Connection] = []
+        self._procs: list[mp.process.BaseProcess] = []
+
+    def _start(self) -> None:
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed", "torch.distributed.checkpoint"])
+        store = tempfile.mktemp(prefix="megakit-pool-")
+        for rank in range(self.world):
+            here, there = context.Pipe()
+            self._conns.append(here)
+            self._procs.append(context.Process(target=_worker, args=(rank, self.world, store, there), daemon=True))
+            self._procs[-1].start()
+            there.close()
+
+    def run(self, fn: Callable, *args: Any, **kwargs: Any) -> list[Any]:
+        if not self._procs:
+            self._start()
+        for conn in self._conns:
+            conn.send((fn, args, kwargs))
+        out: dict[int, Any] = {}
+        while len(out) < self.world:  # not in order of rank: the one that failed answers, the others hang in a collective
+            ready = wait([c for r, c in enumerate(self._conns) if r not in out], TIMEOUT_S)
+            if not ready:
+                self.close()
+                raise TimeoutError(f"ranks {sorted(set(range(self.world)) - set(out))} did not answer in {TIMEOUT_S:.0f} s")
+            for conn in ready:
+                rank = self._conns.index(conn)
+                ok, value = conn.recv()
+                if not ok:
+                    self.close()  # its peers hang in a collective: start afresh next time
+                    raise RuntimeError(f"rank {rank} of {self.world}:\n{value}")
+                out[rank] = value
+        return [out[r] for r in range(self.world)]
+
+    def close(self) -> None:
+        for proc in self._procs:
+            proc.kill()
+        for proc in self._procs:
+            proc.join()
+        self._conns, self._procs = [], []
