@@ -104,6 +104,10 @@ class TrainConfig:
     """Seeds initial weights, sample order and dropout, each by itself."""
     precision: str = "bf16"
     """Compute precision: bf16 (fp32 masters and gradients) | fp32."""
+    label_smoothing: float = 0.0
+    """Share of the target spread evenly over the vocabulary."""
+    z_loss: float = 0.0
+    """Coefficient of the squared log-partition added to each token's loss."""
     eval_interval: int = 0
     """Steps between evaluations on the validation split; 0: never."""
     eval_samples: int = 64

@@ -1,0 +1,58 @@
+"""Causal self-attention with grouped key/value heads, its heads cut over tensor parallel ranks.
+
+Shapes: S sequence, s its part under sequence parallelism, B micro-batch, H hidden, N query heads and G key/value heads of
+this rank, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from megakit.config.schema import Config
+from megakit.modeling.layout import head_dim
+from megakit.modeling.rope import apply_rope
+from megakit.parallel.random import mix, seed_default_generator
+from megakit.parallel.tensor import Region, column_linear, row_linear
+
+
+class Attention(nn.Module):
+    """x [s, B, H] -> [s, B, H]"""
+
+    def __init__(self, cfg: Config, params: Mapping[str, nn.Parameter], name: str, region: Region):
+        super().__init__()
+        tp = region.comm.size("tp")
+        self.region = region
+        self.heads, self.groups = cfg.model.num_attention_heads // tp, cfg.model.num_query_groups // tp
+        self.head_dim = head_dim(cfg.model)
+        self.dropout = cfg.model.attention_dropout
+        self.recompute_core = cfg.parallel.recompute == "selective"
+        self.qkv_weight, self.qkv_bias = params[f"{name}.qkv.weight"], params.get(f"{name}.qkv.bias")
+        self.out_weight, self.out_bias = params[f"{name}.out.weight"], params.get(f"{name}.out.bias")
+
+    def forward(self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor] | None, seed: int) -> torch.Tensor:
+        qkv = column_linear(x, self.qkv_weight, self.qkv_bias, self.region)
+        qkv_SBND = qkv.unflatten(-1, (-1, self.head_dim))
+        if self.recompute_core and torch.is_grad_enabled():
+            y = checkpoint(self.core, qkv_SBND, rope, seed, use_reentrant=False, preserve_rng_state=False)
+        else:
+            y = self.core(qkv_SBND, rope, seed)
+        return row_linear(y, self.out_weight, self.out_bias, self.region)
+
+    def core(self, qkv_SBND: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor] | None, seed: int) -> torch.Tensor:
+        """[S, B, N + 2G, D] -> [S, B, N * D]"""
+        if rope is None:
+            q, k, v = qkv_SBND.split([self.heads, self.groups, self.groups], 2)
+        else:  # q and k lie side by side: one rotation for both
+            qk, v = qkv_SBND.split([self.heads + self.groups, self.groups], 2)
+            q, k = apply_rope(qk, *rope).split([self.heads, self.groups], 2)
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
+        p = self.dropout if self.training else 0.0
+        if p:  # the heads of each tensor-parallel rank are others
+            seed_default_generator(q.device, mix(seed, self.region.comm.index("tp")))
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True, enable_gqa=self.groups != self.heads)
+        return y.permute(2, 0, 1, 3).flatten(2)

@@ -1,0 +1,42 @@
+"""One transformer layer: pre-norm attention and MLP, each added to the residual stream."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from megakit.config.schema import Config
+from megakit.modeling.attention import Attention
+from megakit.modeling.mlp import MLP
+from megakit.modeling.norm import Norm
+from megakit.parallel.random import dropout, mix
+from megakit.parallel.tensor import Region
+
+SITES = {"attention": 0, "attention_out": 1, "mlp_out": 2}
+
+
+class Block(nn.Module):
+    """x [s, B, H] -> [s, B, H]"""
+
+    def __init__(self, cfg: Config, params: Mapping[str, nn.Parameter], index: int, region: Region):
+        super().__init__()
+        name = f"layers.{index}"
+        self.index, self.region, self.dropout = index, region, cfg.model.hidden_dropout
+        self.attention_norm = Norm(cfg.model, params, f"{name}.attention_norm")
+        self.attention = Attention(cfg, params, f"{name}.attention", region)
+        self.mlp_norm = Norm(cfg.model, params, f"{name}.mlp_norm")
+        self.mlp = MLP(cfg.model, params, f"{name}.mlp", region)
+
+    def forward(self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor] | None, seed: int) -> torch.Tensor:
+        y = self.attention(self.attention_norm(x), rope, mix(seed, self.index, SITES["attention"]))
+        p = self.dropout if self.training else 0.0
+        x = x + hidden_dropout(y, p, mix(seed, self.index, SITES["attention_out"]), self.region)
+        y = self.mlp(self.mlp_norm(x))
+        return x + hidden_dropout(y, p, mix(seed, self.index, SITES["mlp_out"]), self.region)
+
+
+def hidden_dropout(x: torch.Tensor, p: float, seed: int, region: Region) -> torch.Tensor:
+    """Dropout on the residual stream: replicated over tp, or under sequence parallelism another part on each rank."""
+    return dropout(x, p, mix(seed, region.comm.index("tp")) if region.sequence_parallel else seed)

@@ -1,0 +1,87 @@
+"""One pipeline stage of the decoder: its layers, with the embedding if it is the first and the loss if it is the last.
+
+Shapes: S sequence, s its part under sequence parallelism, B micro-batch, H hidden, V vocabulary rows of this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from megakit.config.schema import Config
+from megakit.modeling.block import Block, hidden_dropout
+from megakit.modeling.layout import StageLayout, head_dim
+from megakit.modeling.norm import Norm
+from megakit.modeling.rope import rope_table
+from megakit.parallel.loss import cross_entropy
+from megakit.parallel.random import mix
+from megakit.parallel.tensor import Region, column_linear, embedding
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Input of one forward pass, the same on every stage."""
+
+    tokens_SB: torch.Tensor
+    labels_SB: torch.Tensor | None
+    """Next tokens, IGNORE where there is nothing to learn; None: the last stage returns logits instead of the loss."""
+    position: int
+    """Of its first sample in the global order: what its dropout masks are drawn from."""
+
+
+class Stage(nn.Module):
+    """(x [s, B, H] or None, MicroBatch) -> x [s, B, H], or on the last stage the loss sum [] or logits [S, B, V]."""
+
+    def __init__(self, cfg: Config, layout: StageLayout, params: Mapping[str, nn.Parameter], region: Region):
+        super().__init__()
+        m = cfg.model
+        self.cfg, self.layout, self.region = cfg, layout, region
+        self.recompute = cfg.parallel.recompute == "full"
+        self.word = params["embedding.word.weight"] if layout.first else None
+        self.position = params["embedding.position.weight"] if layout.first and m.position_embedding == "learned" else None
+        self.blocks = nn.ModuleList(Block(cfg, params, i, region) for i in layout.layers)
+        self.final_norm = Norm(m, params, "final_norm") if layout.last else None
+        self.head = params["embedding.word.weight" if m.tie_embeddings else "output.weight"] if layout.last else None
+        self._rope: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def forward(self, x: torch.Tensor | None, batch: MicroBatch) -> torch.Tensor:
+        cfg = self.cfg
+        seed = mix(cfg.train.seed, batch.position)
+        if self.word is not None:
+            x = self._embed(batch.tokens_SB, seed)
+        assert x is not None
+        rope = self._rope_for(batch.tokens_SB.shape[0], x)
+        for block in self.blocks:
+            if self.recompute and torch.is_grad_enabled():
+                x = checkpoint(block, x, rope, seed, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = block(x, rope, seed)
+        if self.head is None:
+            return x
+        assert self.final_norm is not None
+        logits = column_linear(self.final_norm(x), self.head, None, self.region)
+        if batch.labels_SB is None:
+            return logits
+        return cross_entropy(
+            logits, batch.labels_SB, cfg.model.vocab_size, self.region.comm, cfg.train.label_smoothing, cfg.train.z_loss
+        )
+
+    def _embed(self, tokens_SB: torch.Tensor, seed: int) -> torch.Tensor:
+        x = embedding(tokens_SB, self.word, self.region)
+        if self.position is not None:
+            lo = self.region.comm.index("tp") * x.shape[0] if self.region.sequence_parallel else 0
+            x = x + self.position[lo : lo + x.shape[0], None]
+        p = self.cfg.model.hidden_dropout if self.training else 0.0
+        return hidden_dropout(x, p, mix(seed, -1), self.region)
+
+    def _rope_for(self, seq_len: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        if self.cfg.model.position_embedding != "rope":
+            return None
+        if self._rope is None or self._rope[0].shape[0] != seq_len:
+            cos, sin = rope_table(seq_len, head_dim(self.cfg.model), self.cfg.model.rotary_base, x.device)
+            self._rope = cos.to(x.dtype), sin.to(x.dtype)
+        return self._rope

@@ -1,0 +1,31 @@
+"""The feed-forward sub-layer: SwiGLU or GELU, its inner features cut over tensor parallel ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megakit.config.schema import ModelConfig
+from megakit.parallel.tensor import Region, column_linear, row_linear
+
+
+class MLP(nn.Module):
+    """x [s, B, H] -> [s, B, H]"""
+
+    def __init__(self, cfg: ModelConfig, params: Mapping[str, nn.Parameter], name: str, region: Region):
+        super().__init__()
+        self.region, self.activation = region, cfg.activation
+        self.up_weight, self.up_bias = params[f"{name}.up.weight"], params.get(f"{name}.up.bias")
+        self.down_weight, self.down_bias = params[f"{name}.down.weight"], params.get(f"{name}.down.bias")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = column_linear(x, self.up_weight, self.up_bias, self.region)
+        if self.activation == "swiglu":
+            gate, up = y.chunk(2, -1)
+            y = F.silu(gate) * up
+        else:
+            y = F.gelu(y, approximate="tanh" if self.activation == "gelu_tanh" else "none")
+        return row_linear(y, self.down_weight, self.down_bias, self.region)

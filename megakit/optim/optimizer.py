@@ -1,0 +1,106 @@
+"""AdamW on this rank's flat fp32 shards, with one global gradient norm.
+
+The backward pass differentiates the SUM of the loss over tokens; here one small fp64 all-reduce brings loss, token count
+and squared gradient norm together, and the division by the token count is part of the clip factor. So the result doesn't
+depend on how the global batch is cut, and nothing needs the token count before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from megakit.config.schema import OptimConfig
+from megakit.parallel.comm import Comm
+from megakit.parallel.zero import Boxes, Bucket, FlatBuffers
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Of one optimizer step, equal on all ranks."""
+
+    loss: float
+    """Mean over the valid tokens of the global batch."""
+    grad_norm: float
+    """Before clipping."""
+    tokens: int
+    """Valid tokens of the global batch."""
+    skipped: bool
+    """Loss or norm is not finite: nothing was changed."""
+    votes: tuple[float, ...]
+    """What the ranks voted, summed."""
+
+
+class Optimizer:
+    """AdamW (Loshchilov & Hutter 2019) as torch computes it, one parameter per bucket."""
+
+    def __init__(self, buffers: FlatBuffers, comm: Comm, cfg: OptimConfig):
+        self.buffers, self.comm, self.clip = buffers, comm, cfg.clip_grad
+        self.exp_avg: dict[Bucket, torch.Tensor] = {}
+        self.exp_avg_sq: dict[Bucket, torch.Tensor] = {}
+        groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+        states = {}
+        for bucket in buffers.buckets:
+            param = nn.Parameter(buffers.master(bucket))
+            param.grad = buffers.grads[bucket.mine]
+            groups[bucket.decay].append(param)
+            self.exp_avg[bucket], self.exp_avg_sq[bucket] = torch.zeros_like(param.data), torch.zeros_like(param.data)
+            # made here, not by the first step: a checkpoint is loaded into them. Each has a step tensor of its own,
+            # a shared one would be counted up by each
+            states[param] = {
+                "step": torch.tensor(0.0, device=param.device),
+                "exp_avg": self.exp_avg[bucket],
+                "exp_avg_sq": self.exp_avg_sq[bucket],
+            }
+        self._adamw = torch.optim.AdamW(
+            [{"params": p, "weight_decay": cfg.weight_decay * decay} for decay, p in groups.items() if p],
+            lr=cfg.lr,
+            betas=(cfg.beta1, cfg.beta2),
+            eps=cfg.eps,
+            fused=True,
+        )
+        self._adamw.state.update(states)
+
+    @torch.no_grad()
+    def step(self, lr: float, loss_sum: torch.Tensor, tokens: torch.Tensor, votes: Sequence[float] = ()) -> StepResult:
+        """After `buffers.finish()`. loss_sum and tokens are this rank's share, 0 on ranks that must not be counted.
+
+        Leaves the gradients cleared and, unless the step is skipped, new parameters on all ranks.
+        """
+        share = torch.stack([loss_sum.double(), tokens.double(), self.buffers.square_sum()])
+        share = torch.cat([share, torch.tensor(votes, dtype=torch.float64, device=share.device)])
+        loss, count, square, *summed = self.comm.all_reduce(share, "world").wait().tolist()
+        count = max(count, 1.0)
+        norm = math.sqrt(square) / count if math.isfinite(square) else math.nan
+        skipped = not (math.isfinite(loss) and math.isfinite(norm))
+        if not skipped:
+            factor = min(1.0, self.clip / (norm + 1e-6)) if self.clip else 1.0
+            torch._foreach_mul_([self.buffers.grads[b.mine] for b in self.buffers.buckets], factor / count)
+            for group in self._adamw.param_groups:
+                group["lr"] = lr
+            self._adamw.step()
+            self.buffers.publish()
+        self.buffers.clear_grads()
+        return StepResult(loss / count, norm, int(count), skipped, tuple(summed))
+
+    @property
+    def updates(self) -> int:
+        """Steps that were not skipped: AdamW's bias correction counts them."""
+        return int(next(iter(self._adamw.state.values()))["step"].item())
+
+    @updates.setter
+    def updates(self, value: int) -> None:
+        for state in self._adamw.state.values():
+            state["step"].fill_(value)
+
+    def boxes(self, owned: bool) -> Boxes:
+        """Masters and moments as boxes of global tensors; see `FlatBuffers.boxes`."""
+        return {
+            **self.buffers.boxes("master", self.buffers.master, owned),
+            **self.buffers.boxes("exp_avg", self.exp_avg.__getitem__, owned),
+            **self.buffers.boxes("exp_avg_sq", self.exp_avg_sq.__getitem__, owned),
+        }

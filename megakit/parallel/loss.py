@@ -1,0 +1,74 @@
+"""Vocab-parallel cross entropy in fp32.
+
+For logits z over the true vocabulary V, target t and lse = log sum_j exp(z_j), a token's loss is
+
+    (1 - e) (lse - z_t) + e (lse - mean_j z_j) + c lse^2
+
+with label smoothing e (as torch's cross_entropy defines it) and z-loss coefficient c (Chowdhery et al. 2022, section 5).
+Padding columns take no part. The result is the SUM over valid tokens: only the whole global batch knows their number.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megakit.parallel.comm import Comm
+
+IGNORE = -100
+"""Label of a position that is not trained on."""
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits_SBV, labels_SB, vocab: int, comm: Comm, smoothing: float, z_loss: float):
+        width = logits_SBV.shape[-1]
+        start = comm.index("tp") * width
+        true = min(max(vocab - start, 0), width)  # columns that are not padding
+        z = logits_SBV.float()
+        if true < width:
+            z = z.clone() if z is logits_SBV else z
+            z[..., true:] = float("-inf")
+        top = comm.all_reduce(z.amax(-1), "tp", "max").wait()
+        z = z - top.unsqueeze(-1)
+        local = labels_SB - start
+        mine = (local >= 0) & (local < true)
+        local = local.where(mine, 0)
+        target = z.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(~mine, 0.0)
+        sums = [target]
+        if smoothing:
+            sums.append(z[..., :true].sum(-1))
+        p = z.exp_()
+        sums.append(p.sum(-1))
+        total = comm.all_reduce(torch.stack(sums), "tp").wait()  # one message for all sums
+        log_sum = total[-1].log()
+        p /= total[-1].unsqueeze(-1)
+        loss = log_sum - (1.0 - smoothing) * total[0]
+        if smoothing:
+            loss = loss - smoothing / vocab * total[1]
+        lse = log_sum + top
+        if z_loss:
+            loss = loss + z_loss * lse.square()
+        valid = labels_SB != IGNORE
+        ctx.save_for_backward(p, local, mine, valid, lse)
+        ctx.dtype, ctx.true, ctx.vocab, ctx.smoothing, ctx.z_loss = logits_SBV.dtype, true, vocab, smoothing, z_loss
+        return loss.masked_fill(~valid, 0.0).sum()
+
+    @staticmethod
+    def backward(ctx, g):
+        p, local, mine, valid, lse = ctx.saved_tensors
+        target = (1.0 - ctx.smoothing) * mine.unsqueeze(-1)
+        d = p  # in place: nobody else holds it, and it is as large as the logits
+        if ctx.z_loss:
+            d *= (1.0 + 2.0 * ctx.z_loss * lse).unsqueeze(-1)
+        if ctx.smoothing:
+            d[..., : ctx.true] -= ctx.smoothing / ctx.vocab
+        d.scatter_add_(-1, local.unsqueeze(-1), -target.to(d.dtype))
+        d *= (valid * g).unsqueeze(-1)
+        return d.to(ctx.dtype), None, None, None, None, None
+
+
+def cross_entropy(
+    logits_SBV: torch.Tensor, labels_SB: torch.Tensor, vocab: int, comm: Comm, smoothing: float = 0.0, z_loss: float = 0.0
+) -> torch.Tensor:
+    """logits [S, B, V/tp] (this rank's columns, padding included), labels [S, B] (global ids or IGNORE) -> fp32 sum []"""
+    return _CrossEntropy.apply(logits_SBV, labels_SB, vocab, comm, smoothing, z_loss)

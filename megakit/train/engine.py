@@ -1,0 +1,128 @@
+"""Everything of one rank that a training step touches, built from the config: it owns the order, the parts the work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from megakit.config.schema import Config
+from megakit.modeling.decoder import MicroBatch, Stage
+from megakit.modeling.layout import split_layers, stage_params
+from megakit.optim.optimizer import Optimizer, StepResult
+from megakit.parallel.comm import Comm
+from megakit.parallel.grid import ParallelState
+from megakit.parallel.loss import IGNORE
+from megakit.parallel.pipeline import schedule
+from megakit.parallel.pipeline.executor import Executor
+from megakit.parallel.tensor import Region
+from megakit.parallel.zero import Boxes, FlatBuffers, RandomSource, Source
+
+PRECISION = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class Engine:
+    """One rank of the job. Every rank calls the same methods in the same order."""
+
+    def __init__(self, cfg: Config, state: ParallelState, comm: Comm):
+        self.cfg, self.state, self.comm = cfg, state, comm
+        dp, pp, tp = (state.size(axis) for axis in ("dp", "pp", "tp"))
+        train = cfg.train
+        self.microbatches = train.global_batch_size // (dp * train.micro_batch_size)
+        self.region = Region(comm, cfg.parallel.sequence_parallel and tp > 1)
+        layout = split_layers(cfg.model.num_layers, pp, cfg.parallel.layers_per_stage)[state.index("pp")]
+        self.specs = stage_params(cfg, layout, tp, state.index("tp"))
+        self.buffers = FlatBuffers(
+            self.specs,
+            comm,
+            level=cfg.parallel.zero,
+            microbatches=self.microbatches,
+            dtype=PRECISION[train.precision],
+            device=state.device,
+            bucket_size=cfg.parallel.bucket_size,
+        )
+        self.region.sink = self.buffers
+        self.stage = Stage(cfg, layout, self.buffers.parameters, self.region)
+        self.optimizer = Optimizer(self.buffers, comm, cfg.optim)
+        table = schedule.SCHEDULES[cfg.parallel.schedule](pp, self.microbatches)
+        schedule.check(table, self.microbatches)
+        programs = schedule.lower(table)
+        schedule.check_transfers(programs)
+        self._program = programs[state.index("pp")]
+        # one rank of each data-parallel replica answers for its loss and tokens
+        self._counted = state.index("tp") == 0 and layout.last
+
+    def initialize(self, source: Source | None = None) -> None:
+        """Initial weights: from `source`, or random ones that don't depend on the grid."""
+        self.buffers.initialize(source or RandomSource(self.specs, self.cfg.train.seed))
+
+    def split(self, tokens: torch.Tensor, position: int, valid: int | None = None) -> list[MicroBatch]:
+        """This replica's samples [n, S + 1], the first at `position` of the global order -> micro-batches.
+
+        Of the labels of sample `valid` and later nothing counts.
+        """
+        size = self.cfg.train.micro_batch_size
+        tokens = tokens.to(self.state.device, non_blocking=True)
+        labels = tokens[:, 1:]
+        if valid is not None and valid < len(tokens):
+            labels = labels.clone()
+            labels[max(valid, 0) :] = IGNORE
+        return [
+            MicroBatch(tokens[i : i + size, :-1].t().contiguous(), labels[i : i + size].t().contiguous(), position + i)
+            for i in range(0, len(tokens), size)
+        ]
+
+    def train_step(self, batches: list[MicroBatch], lr: float, votes: Sequence[float] = ()) -> StepResult:
+        """One optimizer step on this replica's micro-batches of the global batch."""
+        losses = self._executor(self.cfg.train.micro_batch_size).run(self._program, batches)
+        self.buffers.finish()
+        return self.optimizer.step(lr, *self._share(losses, batches), votes)
+
+    @torch.no_grad()
+    def evaluate(self, batches: list[MicroBatch]) -> tuple[float, int]:
+        """Loss sum and number of valid tokens over all replicas' micro-batches, equal on all ranks."""
+        losses = self._forward(batches)
+        loss, tokens = self.comm.all_reduce(torch.stack(self._share(losses, batches)), "world").wait().tolist()
+        return loss, int(tokens)
+
+    @torch.no_grad()
+    def logits(self, tokens: torch.Tensor, at: int) -> torch.Tensor:
+        """tokens [S] -> fp32 logits [vocab_size] of what follows position `at`, equal on all ranks; padding rows left out."""
+        outputs = self._forward([MicroBatch(tokens.to(self.state.device)[:, None], None, 0)])
+        tp, rows = self.state.size("tp"), self.cfg.model.make_vocab_size_divisible_by
+        padded = -(-self.cfg.model.vocab_size // (tp * rows)) * tp * rows
+        if outputs:
+            whole = self.comm.all_gather(outputs[0][at, 0].float(), "tp").wait()
+        else:
+            whole = torch.empty(padded, device=self.state.device)
+        return self.comm.broadcast(whole, "pp", self.state.size("pp") - 1)[: self.cfg.model.vocab_size]
+
+    def boxes(self, owned: bool) -> Boxes:
+        """What a checkpoint holds of this rank; see `FlatBuffers.boxes`."""
+        return self.optimizer.boxes(owned)
+
+    def loaded(self, updates: int) -> None:
+        """After a checkpoint was read into `boxes(owned=False)`; `updates` is the optimizer's step count."""
+        self.optimizer.updates = updates
+        self.buffers.publish()
+
+    def _executor(self, batch_size: int) -> Executor:
+        cfg = self.cfg
+        seq = cfg.train.seq_len // (self.state.size("tp") if self.region.sequence_parallel else 1)
+        shape = (seq, batch_size, cfg.model.hidden_size)
+        return Executor(self.stage, self.comm, shape, PRECISION[cfg.train.precision], self.state.device)
+
+    def _forward(self, batches: list[MicroBatch]) -> list[torch.Tensor]:
+        program = schedule.lower(schedule.forward_only(self.state.size("pp"), len(batches)))[self.state.index("pp")]
+        self.stage.eval()
+        try:
+            return self._executor(batches[0].tokens_SB.shape[1]).run(program, batches, backward=False)
+        finally:
+            self.stage.train()
+
+    def _share(self, losses: list[torch.Tensor], batches: list[MicroBatch]) -> tuple[torch.Tensor, torch.Tensor]:
+        zero = torch.zeros((), dtype=torch.float64, device=self.state.device)
+        if not self._counted:
+            return zero, zero
+        tokens = sum(((b.labels_SB != IGNORE).sum() for b in batches if b.labels_SB is not None), zero)
+        return torch.stack(losses).sum(dtype=torch.float64), tokens

@@ -1,0 +1,84 @@
+"""The same training in plain torch, in one process, sharing no code with the engine: the reference of the parity tests."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from megakit.config.schema import Config
+from megakit.parallel.loss import IGNORE
+from tests.tiny import batch
+
+
+def _rotate(x_BNSD: torch.Tensor, base: float) -> torch.Tensor:
+    s, d = x_BNSD.shape[-2:]
+    frequency = 1.0 / base ** (torch.arange(0, d, 2, dtype=torch.float64) / d)
+    angle = (torch.arange(s, dtype=torch.float64)[:, None] * frequency).repeat(1, 2)
+    half = torch.cat([-x_BNSD[..., d // 2 :], x_BNSD[..., : d // 2]], -1)
+    return x_BNSD * angle.cos().to(x_BNSD) + half * angle.sin().to(x_BNSD)
+
+
+def logits(cfg: Config, w: dict[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
+    """tokens [B, S] -> [B, S, V]"""
+    m = cfg.model
+    d = m.hidden_size // m.num_attention_heads
+
+    def norm(x, name):
+        if m.normalization == "rmsnorm":
+            return x * (x.square().mean(-1, keepdim=True) + m.norm_epsilon).rsqrt() * w[f"{name}.weight"]
+        return F.layer_norm(x, x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"], m.norm_epsilon)
+
+    def linear(x, name):
+        return F.linear(x, w[f"{name}.weight"], w.get(f"{name}.bias"))
+
+    x = w["embedding.word.weight"][tokens]
+    if m.position_embedding == "learned":
+        x = x + w["embedding.position.weight"][: tokens.shape[1]]
+    for i in range(m.num_layers):
+        n, kv = f"layers.{i}", m.num_query_groups * d
+        q, k, v = linear(norm(x, f"{n}.attention_norm"), f"{n}.attention.qkv").split([m.hidden_size, kv, kv], -1)
+        q, k, v = (t.unflatten(-1, (-1, d)).transpose(1, 2) for t in (q, k, v))
+        k, v = (t.repeat_interleave(m.num_attention_heads // m.num_query_groups, 1) for t in (k, v))
+        if m.position_embedding == "rope":
+            q, k = _rotate(q, m.rotary_base), _rotate(k, m.rotary_base)
+        scores = q @ k.transpose(-1, -2) / d**0.5
+        mask = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).triu(1)
+        y = scores.masked_fill(mask, float("-inf")).softmax(-1) @ v
+        x = x + linear(y.transpose(1, 2).flatten(2), f"{n}.attention.out")
+        y = linear(norm(x, f"{n}.mlp_norm"), f"{n}.mlp.up")
+        if m.activation == "swiglu":
+            gate, up = y.chunk(2, -1)
+            y = F.silu(gate) * up
+        else:
+            y = F.gelu(y, approximate="tanh" if m.activation == "gelu_tanh" else "none")
+        x = x + linear(y, f"{n}.mlp.down")
+    return F.linear(norm(x, "final_norm"), w["embedding.word.weight" if m.tie_embeddings else "output.weight"])
+
+
+def train(cfg: Config, start: dict[str, torch.Tensor], steps: int = 5, dtype=torch.float64):
+    """From the global weights -> [(loss, gradient norm)], the gradients of the first step, the weights after the last."""
+    w = {name: t.to(dtype).requires_grad_() for name, t in start.items()}
+    o = cfg.optim
+    flat = ("norm", "bias")
+    adamw = torch.optim.AdamW(
+        [
+            {"params": [t for n, t in w.items() if not any(f in n for f in flat)], "weight_decay": o.weight_decay},
+            {"params": [t for n, t in w.items() if any(f in n for f in flat)], "weight_decay": 0.0},
+        ],
+        lr=o.lr,
+        betas=(o.beta1, o.beta2),
+        eps=o.eps,
+    )
+    curve, first = [], {}
+    for step in range(steps):
+        tokens, labels = batch(cfg, step)
+        loss = F.cross_entropy(
+            logits(cfg, w, tokens).flatten(0, 1), labels.flatten(), ignore_index=IGNORE, label_smoothing=cfg.train.label_smoothing
+        )
+        adamw.zero_grad()
+        loss.backward()
+        first = first or {n: t.grad.clone() for n, t in w.items()}
+        norm = torch.nn.utils.clip_grad_norm_(w.values(), o.clip_grad) if o.clip_grad else torch.zeros(())
+        adamw.step()
+        curve.append((loss.item(), norm.item()))
+    return curve, first, {n: t.detach() for n, t in w.items()}

@@ -1,0 +1,87 @@
+"""What the parity tests run in the workers: a few steps of the engine on any grid, and its state as global tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+
+from megakit.config.schema import Config
+from megakit.modeling.decoder import MicroBatch
+from megakit.parallel.comm import Comm
+from megakit.parallel.grid import Grid, ParallelState
+from megakit.parallel.zero import Boxes
+from megakit.train.engine import Engine
+from tests.tiny import batch
+
+_states: dict[Grid, ParallelState] = {}  # groups are made once per worker: making them takes longer than a test
+
+
+def engine(cfg: Config) -> Engine:
+    p = cfg.parallel
+    grid = Grid(dp=p.dp or 1, pp=p.pp, cp=p.cp, tp=p.tp)
+    if grid not in _states:
+        _states[grid] = ParallelState(grid, torch.device("cpu"), timedelta(seconds=60))
+    return Engine(cfg, _states[grid], Comm(_states[grid]))
+
+
+def micro_batches(e: Engine, step: int) -> list[MicroBatch]:
+    cfg = e.cfg
+    n, size, dp = cfg.train.global_batch_size, cfg.train.micro_batch_size, e.state.size("dp")
+    first = e.state.index("dp") * n // dp
+    tokens, labels = (t[first : first + n // dp] for t in batch(cfg, step))
+    return [
+        MicroBatch(tokens[i : i + size].t(), labels[i : i + size].t(), step * n + first + i) for i in range(0, n // dp, size)
+    ]
+
+
+@dataclass
+class Result:
+    """Of one rank."""
+
+    curve: list[tuple[float, float]]
+    """Loss and gradient norm of each step."""
+    before: Boxes = field(default_factory=dict)
+    after: Boxes = field(default_factory=dict)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def _copy(boxes: Boxes) -> Boxes:
+    return {name: (shape, [(start, t.clone()) for start, t in views]) for name, (shape, views) in boxes.items()}
+
+
+def train(cfg: Config, steps: int = 5, first: int = 0) -> Result:
+    e = engine(cfg)
+    e.initialize()
+    before = _copy(e.boxes(owned=False))
+    results = [e.train_step(micro_batches(e, i), cfg.optim.lr) for i in range(first, first + steps)]
+    return Result(
+        [(r.loss, r.grad_norm) for r in results],
+        before,
+        _copy(e.boxes(owned=False)),
+        {name: p.detach().clone() for name, p in e.buffers.parameters.items()},
+    )
+
+
+def assemble(boxes: list[Boxes]) -> dict[str, torch.Tensor]:
+    """All ranks' boxes -> global tensors. Copies of an element must be equal to the bit, and none may be missing."""
+    whole: dict[str, torch.Tensor] = {}
+    seen: dict[str, torch.Tensor] = {}
+    for rank in boxes:
+        for name, (shape, views) in rank.items():
+            full = whole.setdefault(name, torch.zeros(shape, dtype=views[0][1].dtype))
+            have = seen.setdefault(name, torch.zeros(shape, dtype=torch.bool))
+            for start, t in views:
+                at = tuple(slice(s, s + n) for s, n in zip(start, t.shape))
+                assert torch.equal(full[at][have[at]], t[have[at]]), f"{name}: copies of the same elements differ"
+                full[at], have[at] = t, True
+    missing = [name for name, have in seen.items() if not have.all()]
+    assert not missing, f"not held by any rank: {missing}"
+    return whole
+
+
+def worst(a: list[tuple[float, float]], b: list[tuple[float, float]]) -> float:
+    """Largest relative difference of two curves."""
+    assert len(a) == len(b)
+    return max(abs(x - y) / abs(y) for p, q in zip(a, b) for x, y in zip(p, q))
