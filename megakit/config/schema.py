@@ -7,7 +7,7 @@ The string under a field is its documentation: `--help` and docs/config.md are m
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, List, Optional
+from typing import List, Optional, Union
 
 from omegaconf import MISSING
 
@@ -186,7 +186,9 @@ class CheckpointConfig:
     """Minutes between saves; null: no saves by time."""
     keep: int = 2
     """Complete checkpoints to keep; 0: all."""
-    resume: Any = "auto"
+    async_save: bool = field(default=False, metadata={"key": "async"})
+    """Save in the background while training goes on; not built yet, must be false. (`async` is a Python keyword.)"""
+    resume: Union[int, str] = "auto"
     """auto (newest complete, else step 0) | must | never | the number of a step."""
     init_from: Optional[str] = None
     """Hugging Face folder (safetensors) whose weights start the run; refused if there is a checkpoint to resume."""
@@ -246,7 +248,7 @@ class ClusterConfig:
     """The machines that a recipe is meant for."""
 
     name: str = "local"
-    """local | a100_80g | h100 | h200."""
+    """Name of the kind of machine; shipped are local, a100_80g, h100 and h200."""
     nodes: int = 1
     """Nodes."""
     gpus_per_node: Optional[int] = None
