@@ -1,0 +1,178 @@
+"""Megatron-LM's indexed token files: PREFIX.bin (all tokens) and PREFIX.idx (where each sequence lies), read.
+
+The .idx, little-endian: `MMIDIDX` and two zero bytes; version, u64 = 1; dtype code, u8; sequences, u64; length of the
+document index, u64 (documents + 1); sequence lengths, int32; byte offset of each sequence in the .bin, int64; the document
+index, int64: document d is sequences [index[d], index[d + 1]). Offsets and counts are 64-bit everywhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+from dataclasses import dataclass
+from typing import Optional
+
+import numpy as np
+
+from megakit.data.sidecar import Sidecar, read_sidecar
+from megakit.errors import Refused
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<QBQQ")
+HEADER_SIZE = len(MAGIC) + HEADER.size
+DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16"}
+_WHOLE_SCAN = 100_000_000  # tokens up to which a corpus without a sidecar is scanned whole for its largest id
+_PART_SCAN = 10_000_000
+_CHECKED_SEQUENCES = 5_000_000  # at each end of the index
+_HASHED = 1 << 16  # bytes at each end of each file
+
+
+@dataclass(frozen=True)
+class IdScan:
+    """Smallest and largest token id found, and whether every token was looked at."""
+
+    low: int
+    high: int
+    whole: bool
+
+
+class IndexedFile:
+    """One opened corpus, memory-mapped. Its tokens are one contiguous row, documents in order.
+
+    `tokens` and `documents` are counts, `sidecar` is None for a corpus that was not written by megakit. Raises Refused,
+    in one line, if a file is missing or unreadable, if its index is damaged, or if .bin and .idx don't fit each other.
+    """
+
+    def __init__(self, prefix: str):
+        self.prefix = prefix
+        self.bin_path, self.idx_path = f"{prefix}.bin", f"{prefix}.idx"
+        _check_present(prefix)
+        raw = _map(self.idx_path)
+        self.dtype, self.sequences, count = _read_header(self.idx_path, raw)
+        lengths_at = HEADER_SIZE
+        pointers_at = lengths_at + 4 * self.sequences
+        documents_at = pointers_at + 8 * self.sequences
+        end = documents_at + 8 * count
+        # a multimodal corpus has one more byte a sequence; its text is read like any other
+        if raw.size not in (end, end + self.sequences):
+            raise Refused(
+                f"{self.idx_path} has {raw.size} bytes, its header of {self.sequences} sequences and {count - 1} documents "
+                f"asks for {end}: the file is unfinished or damaged; make it again"
+            )
+        self._lengths = np.ndarray((self.sequences,), "<i4", buffer=raw, offset=lengths_at)
+        self._pointers = np.ndarray((self.sequences,), "<i8", buffer=raw, offset=pointers_at)
+        self._documents = np.ndarray((count,), "<i8", buffer=raw, offset=documents_at)
+        self.documents = count - 1
+        self._check_bin()
+        self.tokens = os.path.getsize(self.bin_path) // self.dtype.itemsize
+        self.data = np.memmap(self.bin_path, self.dtype, "r") if self.tokens else np.zeros(0, self.dtype)
+        self.sidecar: Optional[Sidecar] = read_sidecar(prefix)
+        if self.sidecar is not None:
+            self._check_sidecar(self.sidecar)
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """Tokens [start, start + count) in the file's dtype, a view of the map. IndexError outside of the file."""
+        if start < 0 or count < 0 or start + count > self.tokens:
+            raise IndexError(f"tokens [{start}, {start + count}) of {self.tokens} in {self.bin_path}")
+        return self.data[start : start + count]
+
+    def document(self, number: int) -> np.ndarray:
+        """Tokens of one document."""
+        start = self.document_start(number)
+        return self.read(start, self.document_start(number + 1) - start)
+
+    def document_start(self, number: int) -> int:
+        """Position of document `number`'s first token; `tokens` for number == documents."""
+        if not 0 <= number <= self.documents:
+            raise IndexError(f"document {number} of {self.documents} in {self.idx_path}")
+        sequence = int(self._documents[number])
+        return self.tokens if sequence == self.sequences else int(self._pointers[sequence]) // self.dtype.itemsize
+
+    def scan_ids(self) -> IdScan:
+        """Smallest and largest token id, of every token up to 10^8, of the first and last 10^7 beyond."""
+        whole = self.tokens <= _WHOLE_SCAN
+        spans = [(0, self.tokens)] if whole else [(0, _PART_SCAN), (self.tokens - _PART_SCAN, self.tokens)]
+        low, high = 0, -1
+        for start, end in spans:
+            for at in range(start, end, _PART_SCAN):
+                part = self.data[at : min(at + _PART_SCAN, end)]
+                low, high = min(low, int(part.min())), max(high, int(part.max()))
+        return IdScan(low, high, whole)
+
+    def content_hash(self) -> str:
+        """SHA-256, in hex, of both files' sizes and ends: tells corpora apart without reading them whole."""
+        digest = hashlib.sha256()
+        for path in (self.idx_path, self.bin_path):
+            size = os.path.getsize(path)
+            digest.update(struct.pack("<Q", size))
+            with open(path, "rb") as f:
+                digest.update(f.read(_HASHED))
+                f.seek(max(size - _HASHED, 0))
+                digest.update(f.read(_HASHED))
+        return digest.hexdigest()
+
+    def _check_bin(self) -> None:
+        size, itemsize = os.path.getsize(self.bin_path), self.dtype.itemsize
+        n = self.sequences
+        wanted = int(self._pointers[n - 1]) + int(self._lengths[n - 1]) * itemsize if n else 0
+        if size != wanted:
+            raise Refused(
+                f"{self.bin_path} has {size} bytes, {self.idx_path} describes {wanted}: "
+                "one of them is truncated or of another corpus; make both again"
+            )
+        bounds = (int(self._documents[0]), int(self._documents[-1]))
+        if bounds != (0, n):
+            raise Refused(f"{self.idx_path}: its documents cover sequences {bounds[0]} to {bounds[1]} of {n}: make it again")
+        for start in (0, max(n - _CHECKED_SEQUENCES, 0)):
+            lengths = self._lengths[start : start + _CHECKED_SEQUENCES].astype(np.int64)
+            pointers = self._pointers[start : start + _CHECKED_SEQUENCES]
+            contiguous = np.array_equal(np.diff(pointers), lengths[:-1] * itemsize)
+            if n and (not contiguous or lengths.min() < 0 or (start == 0 and pointers[0] != 0)):
+                raise Refused(
+                    f"{self.idx_path}: its sequences don't lie one behind the other in the .bin: merge the corpus again"
+                )
+
+    def _check_sidecar(self, sidecar: Sidecar) -> None:
+        here = (self.tokens, self.documents, self.dtype.name)
+        if (sidecar.tokens, sidecar.documents, sidecar.dtype) != here:
+            raise Refused(
+                f"{self.prefix}.json describes {sidecar.tokens} {sidecar.dtype} tokens in {sidecar.documents} documents, the "
+                f"index has {here[0]} {here[2]} tokens in {here[1]}: it is of another corpus; make the data again"
+            )
+
+
+def _check_present(prefix: str) -> None:
+    missing = [path for path in (f"{prefix}.bin", f"{prefix}.idx") if not os.path.isfile(path)]
+    if not missing:
+        return
+    ending = os.path.splitext(prefix)[1]
+    if ending in (".bin", ".idx"):
+        raise Refused(f"data path {prefix}: give the prefix without {ending}, the name is completed to .bin and .idx")
+    raise Refused(f"data path {prefix}: no file {' and no file '.join(missing)}: make them with tools/preprocess_data.py")
+
+
+def _map(path: str) -> np.ndarray:
+    try:
+        if os.path.getsize(path) < HEADER_SIZE:
+            raise Refused(f"{path} has {os.path.getsize(path)} bytes, its header alone takes {HEADER_SIZE}: make it again")
+        return np.memmap(path, np.uint8, "r")
+    except OSError as e:
+        raise Refused(f"{path} can't be read: {e.strerror}") from None
+
+
+def _read_header(path: str, raw: np.ndarray) -> tuple[np.dtype, int, int]:
+    """Dtype, number of sequences and length of the document index."""
+    magic = raw[: len(MAGIC)].tobytes()
+    if magic != MAGIC:
+        raise Refused(f"{path} starts with {magic!r}, a Megatron index with {MAGIC!r}: it is no indexed data")
+    version, code, sequences, count = HEADER.unpack(raw[len(MAGIC) : HEADER_SIZE].tobytes())
+    if version != VERSION:
+        raise Refused(f"{path} is of index version {version}, only version {VERSION} is read: make the data again")
+    dtype = np.dtype(DTYPES.get(code, "float64"))
+    if dtype.kind not in "ui":
+        raise Refused(f"{path} has dtype code {code} ({DTYPES.get(code, 'unknown')}), tokens are integers: make the data again")
+    if count < 1:
+        raise Refused(f"{path} has an empty document index, which needs at least its end: make it again")
+    return dtype.newbyteorder("<"), sequences, count

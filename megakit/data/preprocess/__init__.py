@@ -1,0 +1,1 @@
+"""From text files to indexed tokens, with several worker processes."""

@@ -1,0 +1,54 @@
+"""Samples of one indexed corpus, or of a range of its documents."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from megakit.data.indexed import IndexedFile
+from megakit.errors import Refused
+
+
+class FileSource:
+    """Sample i is tokens [i * seq_len, i * seq_len + seq_len + 1) of the documents [first, end), taken as one row.
+
+    Neighbouring samples share one token: the last target of one is the first input of the next. Tokens behind the last
+    whole sample are not used. There may be none: see `samples`.
+    """
+
+    def __init__(self, file: IndexedFile, documents: tuple[int, int], *, seq_len: int, vocab_size: int):
+        self._file, self._seq_len, self._vocab_size = file, seq_len, vocab_size
+        self._start = file.document_start(documents[0])
+        self.documents = documents
+        self.tokens = file.document_start(documents[1]) - self._start
+        self.samples = max(self.tokens - 1, 0) // seq_len
+        self.name = file.prefix
+        self.notes: list[str] = []
+        self.fingerprint: dict[str, Any] = {
+            "content": file.content_hash(),
+            "tokens": [self._start, self._start + self.tokens],
+            "tokenizer": file.sidecar.tokenizer if file.sidecar else None,
+        }
+
+    def read(self, samples: np.ndarray) -> np.ndarray:
+        """int64 [n, seq_len + 1]. Refused if a token is not in the model's vocabulary."""
+        size = self._seq_len + 1
+        tokens = np.empty((len(samples), size), np.int64)
+        for row, sample in enumerate(samples.tolist()):
+            if not 0 <= sample < self.samples:
+                raise IndexError(f"sample {sample} of {self.samples} in {self.name}")
+            tokens[row] = self._file.read(self._start + sample * self._seq_len, size)
+        if len(samples):
+            self._check(samples, tokens)
+        return tokens
+
+    def _check(self, samples: np.ndarray, tokens: np.ndarray) -> None:
+        if int(tokens.min()) >= 0 and int(tokens.max()) < self._vocab_size:
+            return
+        row, column = np.argwhere((tokens < 0) | (tokens >= self._vocab_size))[0]
+        at = self._start + int(samples[row]) * self._seq_len + int(column)
+        raise Refused(
+            f"{self._file.bin_path}: token {at} is {int(tokens[row, column])}, model.vocab_size is {self._vocab_size}: "
+            "the data was made with another tokenizer or is damaged"
+        )

@@ -1,0 +1,87 @@
+"""A stream of samples: which sample stands at each global position, and its tokens.
+
+Position g of a stream is use u of source s (blend.py); it is in the source's epoch u // n_s, and the sample read is the image
+of u mod n_s under that epoch's bijection of [0, n_s) (order.py). So the order depends on the seed, the sources and g alone:
+not on how many steps a run has, where it was resumed, or how many ranks read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Optional, Protocol
+
+import numpy as np
+
+from megakit.data.blend import Blend
+from megakit.data.order import ORDER_VERSION, hash_of, permute
+from megakit.errors import Refused
+
+SAMPLE_BITS = 40
+_SAMPLE_MASK = (1 << SAMPLE_BITS) - 1
+
+
+class Source(Protocol):
+    """What a stream draws from: `samples` of seq_len + 1 tokens, numbered from 0."""
+
+    name: str
+    samples: int
+    tokens: int
+    fingerprint: dict[str, Any]
+    notes: list[str]
+
+    def read(self, samples: np.ndarray) -> np.ndarray:
+        """Tokens of these samples: int64 [n, seq_len + 1]."""
+        ...
+
+
+class SampleStream:
+    """An endless stream over one or more sources.
+
+    `samples` is the length of an epoch (each sample of each source once, when blended by size), `fingerprint` what a resumed
+    run must find unchanged. A sample id is (number of the source << 40) + number of the sample in it.
+    """
+
+    def __init__(self, kind: str, sources: Sequence[Source], weights: Optional[Sequence[float]], *, seed: int, seq_len: int):
+        self.kind, self.sources, self.seq_len = kind, list(sources), seq_len
+        self._seed = seed
+        self._sizes = np.array([source.samples for source in sources], np.int64)
+        for source in sources:
+            if not 0 < source.samples <= _SAMPLE_MASK:
+                raise Refused(f"{source.name} has {source.samples} samples, a source has 1 to {_SAMPLE_MASK}: give other data")
+        if weights is None:
+            weights = [float(source.tokens) for source in sources]
+        self._blend = Blend([source.name for source in sources], weights)
+        self.samples = int(self._sizes.sum())
+        self.fingerprint: dict[str, Any] = {
+            "order_version": ORDER_VERSION,
+            "seed": seed,
+            "seq_len": seq_len,
+            "counts": self._blend.counts.tolist(),
+            "sources": [source.fingerprint for source in sources],
+        }
+
+    def ids(self, start: int, count: int) -> np.ndarray:
+        """Sample ids of the global positions [start, start + count), any epoch: int64 [count]."""
+        source, use = self._blend.at(np.arange(start, start + count, dtype=np.int64))
+        size = self._sizes[source]
+        sample = permute(use % size, size, hash_of(self._seed, source, use // size))
+        return (source << SAMPLE_BITS) | sample
+
+    def read(self, ids: np.ndarray) -> np.ndarray:
+        """Tokens of these sample ids: int64 [n, seq_len + 1]; the last token is the target of the one before it."""
+        ids = np.asarray(ids, np.int64)
+        tokens = np.empty((len(ids), self.seq_len + 1), np.int64)
+        number = ids >> SAMPLE_BITS
+        for i in np.unique(number):
+            rows = np.flatnonzero(number == i)
+            tokens[rows] = self.sources[int(i)].read(ids[rows] & _SAMPLE_MASK)
+        return tokens
+
+    def describe(self) -> str:
+        """One line: samples and tokens of an epoch, the share of each source, what could not be checked."""
+        each = [
+            f"{source.name} {share:.4g}{''.join(f' ({note})' for note in source.notes)}"
+            for source, share in zip(self.sources, self._blend.shares)
+        ]
+        tokens = self.samples * self.seq_len
+        return f"{self.kind}: {self.samples:,} samples of {self.seq_len:,} tokens an epoch ({tokens:,} tokens): {', '.join(each)}"

@@ -1,0 +1,116 @@
+"""Train a sentencepiece byte-pair tokenizer that gives back every text exactly."""
+
+from __future__ import annotations
+
+import io
+import os
+import random
+from collections.abc import Iterator, Sequence
+from typing import Optional
+
+from megakit.data.preprocess.job import bad_record
+from megakit.data.preprocess.records import BAD, check_inputs, plan_blocks, read_block, text_of
+from megakit.errors import Refused, StorageFailed
+
+_SAMPLE_SEED = 0
+_LONGEST_LINE = 1 << 30  # bytes; sentencepiece silently leaves out longer ones, by default those over 4,192
+
+
+def texts_of(inputs: Sequence[str], json_key: str, skip_bad: bool) -> Iterator[str]:
+    """The text of every document of .jsonl and .txt files, in order. Refused for a bad record unless `skip_bad`."""
+    check_inputs(inputs)
+    lines, path = 0, ""
+    for block in plan_blocks(inputs):
+        if block.paths[0] != path:
+            lines, path = 0, block.paths[0]
+        for number, raw in enumerate(read_block(block)):
+            text, reason = text_of(raw, json_key if block.lines else None)
+            if reason in BAD and not skip_bad:
+                raise Refused(bad_record(block, (number, reason), lines, json_key))
+            lines += 1
+            if not reason:
+                yield text
+
+
+def train(
+    texts: Iterator[str], vocab_size: int, *, max_lines: Optional[int] = None, character_coverage: float = 0.99995
+) -> bytes:
+    """The bytes of a .model of `vocab_size` pieces; the same for the same texts.
+
+    Trained on all lines of `texts`, or on `max_lines` of them drawn evenly. Characters beyond `character_coverage` of the
+    text, and everything that was never seen, are encoded as their UTF-8 bytes. Digits stand alone. Nothing is normalised,
+    and no space is put in front. Refused if the text can't give that many pieces.
+    """
+    import sentencepiece
+
+    lines = _lines(texts)
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(lines if max_lines is None else _draw(lines, max_lines)),
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=vocab_size,
+            byte_fallback=True,
+            character_coverage=character_coverage,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=False,
+            allow_whitespace_only_pieces=True,
+            split_digits=True,
+            max_sentence_length=_LONGEST_LINE,
+            unk_id=0,
+            bos_id=1,
+            eos_id=2,
+            pad_id=-1,
+            num_threads=1,  # stands in the model file: another number would change the fingerprint
+            minloglevel=2,
+        )
+    except (RuntimeError, OSError) as e:
+        raise Refused(f"a vocabulary of {vocab_size} pieces can't be trained on this text: {_reason(e)}") from None
+    return model.getvalue()
+
+
+def check_new(path: str, overwrite: bool) -> None:
+    """Refused if `path` is there and may not be replaced."""
+    if os.path.exists(path) and not overwrite:
+        raise Refused(f"{path} is there already: choose another output prefix, or replace it with --overwrite")
+
+
+def write_model(path: str, model: bytes) -> None:
+    """Write `path` aside and rename it. StorageFailed if it can't be written."""
+    aside = f"{path}.tmp-{os.getpid()}"
+    try:
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        with open(aside, "wb") as f:
+            f.write(model)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(aside, path)
+    except OSError as e:
+        raise StorageFailed(f"writing {path}: {e.strerror}") from e
+    finally:
+        if os.path.exists(aside):
+            os.remove(aside)
+
+
+def _lines(texts: Iterator[str]) -> Iterator[str]:
+    for text in texts:
+        yield from (line for line in text.split("\n") if line)
+
+
+def _draw(lines: Iterator[str], count: int) -> list[str]:
+    """`count` lines, each with the same probability (reservoir sampling), in any order."""
+    chance = random.Random(_SAMPLE_SEED)
+    kept: list[str] = []
+    for seen, line in enumerate(lines):
+        if seen < count:
+            kept.append(line)
+        elif (at := chance.randrange(seen + 1)) < count:
+            kept[at] = line
+    return kept
+
+
+def _reason(error: Exception) -> str:
+    """The last sentence of sentencepiece's message, which starts with its source file and condition."""
+    return " ".join(str(error).split("] ")[-1].split()) or "there is no text"
