@@ -1,0 +1,164 @@
+"""The recipe keys as data: name, type, default and documentation, read from schema.py. No Hydra here."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import typing
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from functools import cache
+from pathlib import Path
+from typing import Any, Union
+
+from megakit.config import schema
+
+MISSING = "???"
+"""OmegaConf's mark of a value that the recipe must give."""
+
+_TYPE_NAMES = {int: "whole number", float: "number", bool: "true or false", str: "text", type(None): "null"}
+
+
+@dataclass(frozen=True)
+class Key:
+    """One recipe key."""
+
+    name: str
+    """Dotted, as it is written in a recipe."""
+    hint: Any
+    """Its Python type, as `typing` writes it."""
+    default: Any
+    """MISSING where the recipe must give it."""
+    doc: str
+
+    @property
+    def group(self) -> str:
+        return self.name.rpartition(".")[0]
+
+    @property
+    def leaf(self) -> str:
+        return self.name.rpartition(".")[2]
+
+    @property
+    def type_name(self) -> str:
+        """The type for people: "whole number", "list of text", "number or null"."""
+        return type_name(self.hint)
+
+    @property
+    def is_text(self) -> bool:
+        """The value is a string (or null) and nothing else."""
+        return set(options(self.hint)) <= {str, type(None)}
+
+
+def options(hint: Any) -> tuple[Any, ...]:
+    """The members of Optional and Union; a plain type alone."""
+    return typing.get_args(hint) if typing.get_origin(hint) is Union else (hint,)
+
+
+def type_name(hint: Any) -> str:
+    """A type for people."""
+    if typing.get_origin(hint) is list:
+        return f"list of {type_name(typing.get_args(hint)[0])}s".replace("texts", "text")
+    names = [type_name(o) if typing.get_origin(o) else _TYPE_NAMES[o] for o in options(hint)]
+    return " or ".join(names)
+
+
+def key_name(field: dataclasses.Field) -> str:
+    """A field's name in a recipe: `async` is a Python keyword, so its field has another name."""
+    return field.metadata.get("key", field.name)
+
+
+def walk(cls: type = schema.Config, prefix: str = "") -> list[tuple[str, type, dataclasses.Field]]:
+    """Every leaf below a schema class, in order: (dotted name, the class that has it, its field)."""
+    out, hints = [], typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        name = prefix + key_name(field)
+        if dataclasses.is_dataclass(hints[field.name]):
+            out += walk(typing.cast(type, hints[field.name]), name + ".")
+        else:
+            out.append((name, cls, field))
+    return out
+
+
+@cache
+def schema_keys() -> dict[str, Key]:
+    """Every recipe key by its dotted name, in the order of the schema."""
+    docs = _docs(Path(schema.__file__).read_text(encoding="utf-8"))
+    out = {}
+    for name, cls, field in walk():
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        out[name] = Key(name, typing.get_type_hints(cls)[field.name], default, docs.get((cls.__name__, field.name), ""))
+    return out
+
+
+@cache
+def group_docs() -> dict[str, str]:
+    """Each group of keys ("train", "launch.slurm") and the first line of its class's docstring."""
+
+    def below(cls: type, prefix: str) -> dict[str, str]:
+        out = {}
+        for name, hint in typing.get_type_hints(cls).items():
+            if dataclasses.is_dataclass(hint):
+                out[prefix + name] = (hint.__doc__ or "").strip().splitlines()[0]
+                out |= below(typing.cast(type, hint), f"{prefix}{name}.")
+        return out
+
+    return below(schema.Config, "")
+
+
+def _docs(source: str) -> dict[tuple[str, str], str]:
+    """The string under each field: {(class, field): text}, on one line."""
+    out = {}
+    for cls in ast.parse(source).body:
+        if not isinstance(cls, ast.ClassDef):
+            continue
+        for field, after in zip(cls.body, cls.body[1:]):
+            match field, after:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    out[cls.name, name] = " ".join(text.split())
+    return out
+
+
+def nearest(name: str, among: typing.Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The most similar word, or None."""
+    best = max(among, key=lambda w: _alike(name, w), default=None)
+    return best if best is not None and _alike(name, best) >= cutoff else None
+
+
+def nearest_key(name: str) -> str | None:
+    """The key that a misspelt dotted name most likely means: its last part counts most, then its group."""
+    group, _, leaf = name.rpartition(".")
+    close = {k.name: _alike(leaf, k.leaf) for k in schema_keys().values()}
+    close = {k: s + 0.25 * _alike(group, k.rpartition(".")[0]) for k, s in close.items() if s >= 0.6}
+    return max(close, key=lambda k: close[k]) if close else None
+
+
+def _alike(a: str, b: str) -> float:
+    return SequenceMatcher(None, a.lower(), b.lower(), autojunk=False).ratio()
+
+
+def unknown_key(name: str) -> str:
+    """The refusal of a key that is not in the schema: its full name, and what may be meant."""
+    guess = nearest_key(name)
+    if name.startswith("recipe."):
+        return f"{name} is not a recipe key: begin the recipe file with '# @package _global_', so that its keys come out on top"
+    if guess:
+        return f"{name} is not a recipe key: did you mean {guess}?"
+    group = nearest(name.split(".")[0], group_docs())
+    if group:
+        leaves = ", ".join(k.name.removeprefix(group + ".") for k in schema_keys().values() if k.name.startswith(group + "."))
+        return f"{name} is not a recipe key: the keys of {group} are {leaves}"
+    return f"{name} is not a recipe key: the groups of keys are {', '.join(g for g in group_docs() if '.' not in g)}"
+
+
+def show(value: Any) -> str:
+    """A value as a recipe writes it."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return "[" + ", ".join(map(show, value)) + "]"
+    return "''" if value == "" else str(value)

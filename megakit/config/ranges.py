@@ -1,0 +1,202 @@
+"""What each key alone may be: numbers in a range, words of a list, and values that are accepted by name but not built yet."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megakit.config.keys import nearest, show
+from megakit.config.schema import Config
+from megakit.config.typed import leaves
+from megakit.errors import Refused
+
+
+@dataclass(frozen=True)
+class Range:
+    """An interval of numbers; `open_low` and `open_high` leave the end itself out."""
+
+    low: float
+    high: float | None = None
+    open_low: bool = False
+    open_high: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        above = value > self.low if self.open_low else value >= self.low
+        return above and (self.high is None or (value < self.high if self.open_high else value <= self.high))
+
+    def __str__(self) -> str:
+        low = f"{'greater than' if self.open_low else 'at least'} {self.low}"
+        return low if self.high is None else f"{low} and {'less than' if self.open_high else 'at most'} {self.high}"
+
+
+COUNT = Range(1)
+NOT_NEGATIVE = Range(0)
+POSITIVE = Range(0, open_low=True)
+SHARE = Range(0, 1, open_high=True)
+
+RANGES: dict[str, Range] = {
+    "model.num_layers": COUNT,
+    "model.hidden_size": COUNT,
+    "model.ffn_hidden_size": COUNT,
+    "model.num_attention_heads": COUNT,
+    "model.num_query_groups": COUNT,
+    "model.vocab_size": Range(2),
+    "model.max_position_embeddings": COUNT,
+    "model.norm_epsilon": Range(0, 1, open_low=True, open_high=True),
+    "model.rotary_base": Range(1, open_low=True),
+    "model.hidden_dropout": SHARE,
+    "model.attention_dropout": SHARE,
+    "model.init_method_std": POSITIVE,
+    "model.make_vocab_size_divisible_by": COUNT,
+    "parallel.tp": COUNT,
+    "parallel.pp": COUNT,
+    "parallel.cp": COUNT,
+    "parallel.dp": COUNT,
+    "parallel.zero": Range(0, 3),
+    "parallel.virtual_stages": COUNT,
+    "parallel.layers_per_stage": COUNT,
+    "parallel.bucket_size": COUNT,
+    "train.steps": COUNT,
+    "train.tokens": COUNT,
+    "train.micro_batch_size": COUNT,
+    "train.global_batch_size": COUNT,
+    "train.seq_len": COUNT,
+    "train.seed": Range(0, 2**63 - 1),
+    "train.eval_interval": NOT_NEGATIVE,
+    "train.eval_samples": COUNT,
+    "train.label_smoothing": SHARE,
+    "train.z_loss": NOT_NEGATIVE,
+    "train.max_skipped_steps": COUNT,
+    "train.generate_tokens": NOT_NEGATIVE,
+    "optim.lr": Range(0, 1, open_low=True),
+    "optim.min_lr": NOT_NEGATIVE,
+    "optim.warmup_steps": NOT_NEGATIVE,
+    "optim.decay_steps": COUNT,
+    "optim.wsd_decay_steps": COUNT,
+    "optim.weight_decay": NOT_NEGATIVE,
+    "optim.beta1": SHARE,
+    "optim.beta2": SHARE,
+    "optim.eps": POSITIVE,
+    "optim.clip_grad": NOT_NEGATIVE,
+    "data.weights": POSITIVE,
+    "data.mock_samples": COUNT,
+    "data.prefetch": NOT_NEGATIVE,
+    "checkpoint.interval_steps": COUNT,
+    "checkpoint.interval_minutes": POSITIVE,
+    "checkpoint.keep": NOT_NEGATIVE,
+    "checkpoint.resume": NOT_NEGATIVE,
+    "log.interval": COUNT,
+    "launch.timeout_s": POSITIVE,
+    "launch.threads_per_rank": COUNT,
+    "launch.slurm.cpus_per_task": COUNT,
+    "launch.slurm.signal_lead_s": NOT_NEGATIVE,
+    "cluster.nodes": COUNT,
+    "cluster.gpus_per_node": COUNT,
+    "cluster.gpu_memory_gib": POSITIVE,
+    "cluster.peak_bf16_tflops": POSITIVE,
+    "cluster.peak_fp32_tflops": POSITIVE,
+    "cluster.memory_bandwidth_tb_s": POSITIVE,
+    "cluster.nvlink_gb_s": POSITIVE,
+    "cluster.network_gb_s": POSITIVE,
+}
+"""Of a list, each entry must lie in the range."""
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "model.family": ("llama", "gpt2"),
+    "model.normalization": ("rmsnorm", "layernorm"),
+    "model.activation": ("swiglu", "gelu", "gelu_tanh"),
+    "model.position_embedding": ("rope", "learned"),
+    "parallel.schedule": ("1f1b",),
+    "parallel.recompute": ("none", "selective", "full"),
+    "train.precision": ("bf16", "fp32"),
+    "optim.schedule": ("cosine", "linear", "constant", "wsd"),
+    "checkpoint.resume": ("auto", "must", "never"),
+    "log.console": ("auto", "bar", "lines", "off"),
+    "log.wandb": ("disabled", "offline", "online"),
+    "launch.device": ("auto", "cuda", "cpu"),
+    "ops.backend": ("torch",),
+}
+
+
+def _above_1(value: Any) -> bool:
+    return value > 1
+
+
+def _words(*words: Any) -> Callable[[Any], bool]:
+    return words.__contains__
+
+
+NOT_BUILT: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "parallel.cp": (_above_1, "1"),
+    "parallel.virtual_stages": (_above_1, "1"),
+    "parallel.schedule": (_words("gpipe", "interleaved", "interleaved_1f1b", "zero_bubble", "zb_h1", "zb_v", "dualpipe"), "1f1b"),
+    "parallel.zero": (_words(2, 3), "1"),
+    "train.precision": (_words("fp16", "fp8"), "bf16 or fp32"),
+    "ops.backend": (_words("te", "transformer_engine", "apex", "triton", "cuda"), "torch"),
+    "data.isolate_documents": (bool, "false"),
+    "checkpoint.async": (bool, "false"),
+}
+"""Which values of a key are planned but not built, and what to use until then."""
+
+FREE_TEXT = {
+    "train.generate_prompt",
+    "data.path",
+    "data.valid_path",
+    "data.tokenizer",
+    "data.split",
+    "checkpoint.dir",
+    "checkpoint.init_from",
+    "log.wandb_project",
+    "launch.slurm.partition",
+    "launch.slurm.account",
+    "launch.slurm.time_limit",
+    "launch.slurm.extra",
+    "cluster.name",
+    "run.name",
+    "run.dir",
+}
+"""Text keys whose values are not a list of words."""
+
+MAY_BE_EMPTY = {"train.generate_prompt"}
+
+_SLURM_TIME = re.compile(r"\d+-\d+(:\d+){0,2}|\d+(:\d+){1,2}|UNLIMITED|INFINITE")
+
+
+def check_each(cfg: Config) -> None:
+    """Raise Refused for the first key whose value, looked at alone, can't be used."""
+    for name, value in leaves(cfg).items():
+        if value is not None:
+            for entry in value if isinstance(value, list) else [value]:
+                _check(name, entry)
+    name = cfg.run.name
+    if name in (".", "..") or re.search(r"[/\\\0\n]", name):
+        raise Refused(f"run.name = {show(name)} must be a plain file name: put folders into run.dir")
+    if not _SLURM_TIME.fullmatch(limit := cfg.launch.slurm.time_limit):
+        raise Refused(f"launch.slurm.time_limit = {limit} must be like 24:00:00 or 2-12:00:00, hours and minutes")
+    for option in cfg.launch.slurm.extra:
+        if not option.startswith("--"):
+            raise Refused(f"launch.slurm.extra has {show(option)}: write each option as --name=value")
+
+
+def _check(name: str, value: Any) -> None:
+    not_built, instead = NOT_BUILT.get(name, (_words(), ""))
+    if not_built(value):
+        raise Refused(f"{name} = {show(value)} is not built yet: use {instead}")
+    if isinstance(value, bool):
+        return
+    if isinstance(value, str):
+        words = CHOICES.get(name)
+        if words and value not in words:
+            guess = nearest(value, words)
+            hint = f"did you mean {guess}?" if guess else "use one of these"
+            raise Refused(f"{name} = {show(value)} is not one of {_listed(name, words)}: {hint}")
+        if not value and name not in MAY_BE_EMPTY:
+            raise Refused(f"{name} is empty: give a value, or leave the key out")
+    elif name in RANGES and value not in RANGES[name]:
+        raise Refused(f"{name} = {show(value)} must be {RANGES[name]}")
+
+
+def _listed(name: str, words: tuple[str, ...]) -> str:
+    return " | ".join(words) + (" | the number of a step" if name in RANGES else "")

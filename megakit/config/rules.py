@@ -1,0 +1,258 @@
+"""Rules that join several keys. Every refusal states both values and the cure; all here is arithmetic on a Config."""
+
+from __future__ import annotations
+
+import math
+
+from megakit.config.keys import show
+from megakit.config.ranges import check_each
+from megakit.config.schema import Config
+from megakit.config.typed import replace
+from megakit.errors import Refused
+
+
+def check(cfg: Config) -> None:
+    """Raise Refused for the first rule that the configuration breaks.
+
+    How layers are placed on pipeline stages is checked where they are placed, in modeling.layout.split_layers.
+    """
+    check_each(cfg)
+    _check_model(cfg)
+    _check_tensor_parallel(cfg)
+    _check_world(cfg)
+    _check_batch(cfg)
+    _check_length(cfg)
+    _check_schedule(cfg)
+    _check_data(cfg)
+    _check_checkpoint(cfg)
+
+
+def total_steps(cfg: Config) -> int:
+    """Optimizer steps of the run; train.tokens is rounded up to whole steps."""
+    if cfg.train.steps is not None:
+        return cfg.train.steps
+    if cfg.train.tokens is None:
+        raise Refused("train.steps and train.tokens are both missing: give train.steps=N or train.tokens=N")
+    return math.ceil(cfg.train.tokens / (cfg.train.global_batch_size * cfg.train.seq_len))
+
+
+def model_ranks(cfg: Config) -> int:
+    """Ranks of one replica of the model: tp * pp * cp."""
+    return cfg.parallel.tp * cfg.parallel.pp * cfg.parallel.cp
+
+
+def cluster_world(cfg: Config) -> int | None:
+    """GPUs of the recipe's cluster; None where it leaves the GPUs of a node open."""
+    return None if cfg.cluster.gpus_per_node is None else cfg.cluster.nodes * cfg.cluster.gpus_per_node
+
+
+def planned_world(cfg: Config) -> int:
+    """Ranks that the recipe asks for: by parallel.dp, else all GPUs of its cluster, else one replica of the model."""
+    if cfg.parallel.dp is not None:
+        return cfg.parallel.dp * model_ranks(cfg)
+    return cluster_world(cfg) or model_ranks(cfg)
+
+
+def resolve(cfg: Config, world: int) -> Config:
+    """The configuration for `world` ranks, as a new object: parallel.dp is a number, and the batch rules hold for it."""
+    grid, ranks, dp = _grid(cfg), model_ranks(cfg), cfg.parallel.dp
+    if dp is not None and dp * ranks != world:
+        fit = f" or set parallel.dp={world // ranks}" if world % ranks == 0 else ""
+        raise Refused(f"parallel.dp = {dp} x {grid} = {dp * ranks} ranks, but there are {world}: start {dp * ranks} ranks{fit}")
+    if world % ranks:
+        near = _near(world, ranks)
+        raise Refused(f"{world} ranks can't be divided by {grid} = {ranks}: start {near} ranks, or change the grid")
+    out = replace(cfg, {"parallel.dp": world // ranks})
+    _check_batch(out)
+    return out
+
+
+def _grid(cfg: Config) -> str:
+    return " x ".join(
+        f"{axis} {getattr(cfg.parallel, axis)}" for axis in ("pp", "cp", "tp") if axis != "cp" or cfg.parallel.cp > 1
+    )
+
+
+def _near(value: int, unit: int) -> str:
+    """The multiples of `unit` around a value."""
+    low = value // unit * unit
+    return f"{low} or {low + unit}" if low else str(unit)
+
+
+def _check_model(cfg: Config) -> None:
+    m = cfg.model
+    if m.hidden_size % m.num_attention_heads:
+        near = _near(m.hidden_size, m.num_attention_heads)
+        raise Refused(
+            f"model.hidden_size = {m.hidden_size} is not divisible by model.num_attention_heads = {m.num_attention_heads}:"
+            f" use a hidden size of {near}, or other heads"
+        )
+    if m.num_attention_heads % m.num_query_groups:
+        divisors = _listed(_divisors(m.num_attention_heads))
+        raise Refused(
+            f"model.num_attention_heads = {m.num_attention_heads} is not divisible by model.num_query_groups ="
+            f" {m.num_query_groups}: use {divisors} groups"
+        )
+    width = m.hidden_size // m.num_attention_heads
+    if m.position_embedding == "rope" and width % 2:
+        raise Refused(
+            f"model.hidden_size / model.num_attention_heads = {m.hidden_size} / {m.num_attention_heads} = {width} is odd:"
+            " rope turns pairs, use an even head width"
+        )
+
+
+def _check_tensor_parallel(cfg: Config) -> None:
+    m, p = cfg.model, cfg.parallel
+    if p.sequence_parallel and p.tp == 1:
+        raise Refused("parallel.sequence_parallel = true changes nothing with parallel.tp = 1: set it to false, or use tp > 1")
+    cut = {
+        "model.num_query_groups": m.num_query_groups,
+        "model.num_attention_heads": m.num_attention_heads,
+        "model.ffn_hidden_size": m.ffn_hidden_size,
+    }
+    if p.sequence_parallel:
+        cut["train.seq_len"] = cfg.train.seq_len
+    valid = _divisors(math.gcd(*cut.values()))
+    per_node = cfg.cluster.gpus_per_node
+    if per_node is not None and not p.allow_tp_across_nodes:
+        valid = [tp for tp in valid if per_node % tp == 0]
+    for name, size in cut.items():
+        if size % p.tp:
+            why = "; sequence_parallel cuts it" if name == "train.seq_len" else ""
+            raise Refused(f"{name} = {size} is not divisible by parallel.tp = {p.tp}{why}: valid tp {_listed(valid)}")
+    if p.tp not in valid:
+        raise Refused(
+            f"parallel.tp = {p.tp} does not fit the nodes of cluster.gpus_per_node = {per_node}: valid tp {_listed(valid)},"
+            " or set parallel.allow_tp_across_nodes=true"
+        )
+
+
+def _check_world(cfg: Config) -> None:
+    there = cluster_world(cfg)
+    if there is None:
+        return
+    p, per_node, ranks = cfg.parallel, cfg.cluster.gpus_per_node or 1, model_ranks(cfg)
+    have = f"cluster.nodes = {cfg.cluster.nodes} x cluster.gpus_per_node = {per_node} are {there} GPUs"
+    if p.dp is not None and p.dp * ranks > there:
+        need = p.dp * ranks
+        fit = f" or parallel.dp={there // ranks}" if there >= ranks else ""
+        raise Refused(
+            f"parallel.dp = {p.dp} x {_grid(cfg)} = {need} ranks, {have}: use cluster.nodes={math.ceil(need / per_node)}{fit}"
+        )
+    if p.dp is None and there % ranks:
+        nodes = math.lcm(ranks, per_node) // per_node
+        near = _near(cfg.cluster.nodes, nodes)
+        raise Refused(
+            f"{_grid(cfg)} = {ranks} ranks do not divide the cluster, {have}: use cluster.nodes={near}, or give parallel.dp"
+        )
+
+
+def _check_batch(cfg: Config) -> None:
+    t, dp = cfg.train, cfg.parallel.dp
+    if dp is None:
+        there = cluster_world(cfg)
+        dp = there // model_ranks(cfg) if there else 1
+    unit = t.micro_batch_size * dp
+    if t.global_batch_size % unit:
+        by = f"train.micro_batch_size = {t.micro_batch_size}" + (f" x parallel.dp = {dp} = {unit}" if dp > 1 else "")
+        near = _near(t.global_batch_size, unit)
+        raise Refused(f"train.global_batch_size = {t.global_batch_size} is not divisible by {by}: use {near}")
+
+
+def _check_length(cfg: Config) -> None:
+    m, t = cfg.model, cfg.train
+    if m.position_embedding == "learned" and t.seq_len > m.max_position_embeddings:
+        raise Refused(
+            f"train.seq_len = {t.seq_len} is longer than the learned position table, model.max_position_embeddings ="
+            f" {m.max_position_embeddings}: use train.seq_len <= {m.max_position_embeddings}, or a longer table"
+        )
+    if t.steps is not None and t.tokens is not None:
+        raise Refused(f"train.steps = {t.steps} and train.tokens = {t.tokens} are both given: set one of them to null")
+    if t.generate_tokens and cfg.data.tokenizer is None:
+        raise Refused(
+            f"train.generate_tokens = {t.generate_tokens} needs data.tokenizer, which is null: give the file, or"
+            " train.generate_tokens=0"
+        )
+
+
+def _check_schedule(cfg: Config) -> None:
+    o, steps = cfg.optim, total_steps(cfg)
+    if o.min_lr > o.lr:
+        raise Refused(f"optim.min_lr = {o.min_lr} is above optim.lr = {o.lr}: use optim.min_lr <= {o.lr}")
+    if o.warmup_steps >= steps:
+        raise Refused(
+            f"optim.warmup_steps = {o.warmup_steps} leaves nothing of the run's {steps} steps: use"
+            f" optim.warmup_steps <= {steps - 1}, or a longer run"
+        )
+    if o.schedule != "wsd" and o.wsd_decay_steps is not None:
+        raise Refused(
+            f"optim.wsd_decay_steps = {o.wsd_decay_steps} changes nothing with optim.schedule = {o.schedule}: leave it out,"
+            " or use optim.schedule=wsd"
+        )
+    if o.schedule == "constant":
+        for name, value, off in (("decay_steps", o.decay_steps, None), ("min_lr", o.min_lr, 0.0)):
+            if value != off:
+                raise Refused(
+                    f"optim.{name} = {value} changes nothing with optim.schedule = constant: set it to {show(off)}, or use"
+                    " optim.schedule=cosine"
+                )
+        return
+    end = steps if o.decay_steps is None else o.decay_steps
+    if end <= o.warmup_steps:
+        raise Refused(
+            f"optim.decay_steps = {end} is not after the warm-up, optim.warmup_steps = {o.warmup_steps}: use"
+            f" optim.decay_steps > {o.warmup_steps}"
+        )
+    if o.schedule == "wsd":
+        decay = max(1, end // 10) if o.wsd_decay_steps is None else o.wsd_decay_steps
+        if o.warmup_steps + decay > end:
+            raise Refused(
+                f"optim.warmup_steps = {o.warmup_steps} and the wsd decay of {decay} steps do not fit into {end} steps: use"
+                f" optim.wsd_decay_steps <= {end - o.warmup_steps}"
+            )
+
+
+def _check_data(cfg: Config) -> None:
+    d = cfg.data
+    given = d.path or d.valid_path
+    if d.mock and given:
+        raise Refused(
+            f"data.mock = true and the files {show(given)} are both given: use data=mock for mock data, or data.mock=false"
+        )
+    if not d.mock and not d.path and not cfg.run.dry_run:
+        raise Refused("data.path is empty and data.mock = false: give data.path=[PREFIX], or use data=mock")
+    if d.weights is not None and len(d.weights) != len(d.path):
+        raise Refused(f"data.weights has {len(d.weights)} entries, data.path has {len(d.path)}: give one weight per path")
+    validation = _validation_share(d.split)
+    if cfg.train.eval_interval and d.path and not (d.valid_path or validation):
+        raise Refused(
+            f"train.eval_interval = {cfg.train.eval_interval}, but data.split = {d.split} has no validation part: use"
+            " data.split=99,1 or data.valid_path, or train.eval_interval=0"
+        )
+
+
+def _validation_share(split: str) -> float:
+    try:
+        parts = [float(p) for p in split.split(",")]
+    except ValueError:
+        parts = []
+    if not 1 <= len(parts) <= 3 or not all(math.isfinite(p) and p >= 0 for p in parts) or parts[0] == 0:
+        raise Refused(f"data.split = {split} must be one to three numbers, for training, validation and the rest, as in 99,1")
+    return parts[1] if len(parts) > 1 else 0.0
+
+
+def _check_checkpoint(cfg: Config) -> None:
+    c = cfg.checkpoint
+    if c.init_from is not None and c.resume not in ("auto", "never"):
+        raise Refused(
+            f"checkpoint.init_from = {c.init_from} and checkpoint.resume = {c.resume} both give the first weights: leave"
+            " init_from out, or use checkpoint.resume=never"
+        )
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers))

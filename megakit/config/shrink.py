@@ -1,0 +1,132 @@
+"""run.shrink: the smallest run that still has a recipe's structure, on this machine's CPU in under a minute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megakit.config import rules
+from megakit.config.schema import ClusterConfig, Config, ModelConfig, ParallelConfig
+from megakit.config.typed import replace
+
+STEPS = 4
+SAVE_AT = 2
+EVALUATE_AT = 3
+SEQ_LEN = 64
+VOCABULARY = 512
+RAGGED_VOCABULARY = 509
+"""In place of a vocabulary that the grid has to pad."""
+MOST_HEADS_PER_GROUP = 16
+MOST_MICRO_BATCHES = 4
+BUCKET_SIZE = 16_384
+"""Small, so that the gradients of a small model still fill several buckets."""
+
+
+def shrink(cfg: Config) -> Config:
+    """The minimal reproduction of a recipe: grid axes above 1 become 2, sizes are cut, and made-up data is used.
+
+    Kept: schedule, ZeRO stage, recomputation, sequence parallelism, uneven stages, tying, biases, norms, activation,
+    dropout, MHA or the GQA ratio, a vocabulary that needs padding, precision, accumulation, the learning-rate schedule.
+    """
+    cfg = rules.resolve(cfg, rules.planned_world(cfg))
+    grid = {axis: min(getattr(cfg.parallel, axis), 2) for axis in ("dp", "pp", "cp", "tp")}
+    layers = _layers(cfg.model, cfg.parallel, grid["pp"])
+    changes = {
+        **{f"parallel.{axis}": size for axis, size in grid.items()},
+        **layers,
+        **_model(cfg, grid["tp"]),
+        **_train(cfg, grid),
+        **_surroundings(cfg),
+    }
+    out = replace(cfg, changes)
+    out.cluster = ClusterConfig()
+    rules.check(out)
+    return out
+
+
+def _layers(model: ModelConfig, parallel: ParallelConfig, pp: int) -> dict[str, Any]:
+    """Two layers per stage; uneven where the recipe is uneven, with the heavier end on the same side."""
+    given = parallel.layers_per_stage
+    if given is None or pp == 1 or len(set(given)) == 1:
+        odd = pp > 1 and model.num_layers % parallel.pp > 0
+        layers = min(model.num_layers, 2 * pp + odd)
+        return {"model.num_layers": layers, "parallel.layers_per_stage": given and [layers // pp] * pp}
+    stages = [2, 1] if given[0] > given[-1] else [1, 2]
+    return {"model.num_layers": sum(stages), "parallel.layers_per_stage": stages}
+
+
+def _model(cfg: Config, tp: int) -> dict[str, Any]:
+    m = cfg.model
+    ratio = min(m.num_attention_heads // m.num_query_groups, MOST_HEADS_PER_GROUP)
+    groups = min(m.num_query_groups, 4 if ratio == 1 else 2)
+    groups = max(groups // tp * tp, tp)
+    heads = groups * ratio
+    hidden = heads * (16 if heads <= 8 else 8)
+    ffn = max(1, round(m.ffn_hidden_size / m.hidden_size * hidden / 8)) * 8
+    padded = m.vocab_size % (cfg.parallel.tp * m.make_vocab_size_divisible_by) != 0
+    seq_len = _seq_len(cfg)
+    return {
+        "model.num_attention_heads": heads,
+        "model.num_query_groups": groups,
+        "model.hidden_size": hidden,
+        "model.ffn_hidden_size": ffn,
+        "model.vocab_size": min(m.vocab_size, RAGGED_VOCABULARY if padded else VOCABULARY),
+        "model.max_position_embeddings": seq_len if m.max_position_embeddings <= cfg.train.seq_len else 2 * seq_len,
+    }
+
+
+def _seq_len(cfg: Config) -> int:
+    short = min(cfg.train.seq_len, SEQ_LEN)
+    return short if short < 2 else short // 2 * 2
+
+
+def _train(cfg: Config, grid: dict[str, int]) -> dict[str, Any]:
+    t, o, dp = cfg.train, cfg.optim, cfg.parallel.dp or 1
+    full = t.global_batch_size // (t.micro_batch_size * dp)
+    starved = full < cfg.parallel.pp
+    micro_batches = 1 if starved else min(full, MOST_MICRO_BATCHES)
+    micro_batch = min(t.micro_batch_size, 2)
+    batch = micro_batches * micro_batch * grid["dp"]
+    total = rules.total_steps(cfg)
+    steps = min(total, STEPS)
+    stops_early = o.decay_steps is not None and o.decay_steps < total
+    return {
+        "train.steps": steps,
+        "train.tokens": None,
+        "train.micro_batch_size": micro_batch,
+        "train.global_batch_size": batch,
+        "train.seq_len": _seq_len(cfg),
+        "train.eval_interval": EVALUATE_AT if t.eval_interval else 0,
+        "train.eval_samples": min(t.eval_samples, batch),
+        "train.generate_tokens": 0,
+        "train.generate_prompt": "",
+        "optim.warmup_steps": min(o.warmup_steps, 1) if steps > 2 else 0,
+        "optim.decay_steps": None if o.decay_steps is None else max(2, steps - 1) if stops_early else steps + 1,
+        "optim.wsd_decay_steps": None if o.wsd_decay_steps is None else 1,
+        "parallel.bucket_size": min(cfg.parallel.bucket_size, BUCKET_SIZE),
+    }
+
+
+def _surroundings(cfg: Config) -> dict[str, Any]:
+    """No files but the run folder, no GPU, no cluster."""
+    folder = None if cfg.run.dir is None else cfg.run.dir.rstrip("/") + "-shrunk"
+    return {
+        "data.mock": True,
+        "data.path": [],
+        "data.valid_path": [],
+        "data.weights": None,
+        "data.tokenizer": None,
+        "checkpoint.dir": None,
+        "checkpoint.interval_steps": SAVE_AT,
+        "checkpoint.interval_minutes": None,
+        "checkpoint.init_from": None,
+        "checkpoint.resume": "auto",
+        "parallel.allow_tp_across_nodes": False,
+        "log.interval": 1,
+        "log.tensorboard": False,
+        "log.wandb": "disabled",
+        "launch.device": "cpu",
+        "launch.threads_per_rank": 1,
+        "run.name": f"{cfg.run.name}-shrunk",
+        "run.dir": folder,
+        "run.shrink": False,
+    }

@@ -1,0 +1,143 @@
+"""Between the composed tree of plain values and the typed Config: unknown keys, missing values and wrong types are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import typing
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import yaml
+
+from megakit.config import keys
+from megakit.config.keys import MISSING, schema_keys, show
+from megakit.config.schema import Config
+from megakit.errors import Refused
+
+T = TypeVar("T")
+
+
+def build(tree: dict[str, Any]) -> Config:
+    """The Config of a tree of plain values, for example {"train": {"seq_len": 4096, ...}, ...}.
+
+    Raises Refused, naming the full key: a key that the schema lacks, a value that is missing, of a wrong type, or not finite.
+    """
+    for name in _leaves(tree):
+        if name not in schema_keys():
+            raise Refused(_group_given_a_value(name, tree) or keys.unknown_key(name))
+    return _build(Config, tree, "")
+
+
+def missing(cfg: Config) -> list[str]:
+    """The keys without a value, in the order of the schema."""
+    return [name for name, value in leaves(cfg).items() if value == MISSING]
+
+
+def leaves(cfg: Config) -> dict[str, Any]:
+    """Every key's value by its dotted name, in the order of the schema."""
+
+    def below(node: Any, prefix: str) -> Iterable[tuple[str, Any]]:
+        for field in dataclasses.fields(node):
+            value, name = getattr(node, field.name), prefix + keys.key_name(field)
+            if dataclasses.is_dataclass(value):
+                yield from below(value, name + ".")
+            else:
+                yield name, value
+
+    return dict(below(cfg, ""))
+
+
+def to_tree(cfg: Config) -> dict[str, Any]:
+    """A nested dict of plain values under the names that a recipe uses."""
+    tree: dict[str, Any] = {}
+    for name, value in leaves(cfg).items():
+        *groups, leaf = name.split(".")
+        node = tree
+        for group in groups:
+            node = node.setdefault(group, {})
+        node[leaf] = list(value) if isinstance(value, list) else value
+    return tree
+
+
+def to_yaml(cfg: Config) -> str:
+    """The whole configuration, resolved, as YAML that `--config-file` takes."""
+    text = yaml.safe_dump(to_tree(cfg), sort_keys=False, allow_unicode=True, width=120)
+    return text.replace("${", "\\${")  # what is resolved is not resolved again
+
+
+def replace(cfg: Config, changes: dict[str, Any]) -> Config:
+    """A copy with some keys changed: {"train.steps": 4, ...}."""
+    tree = to_tree(cfg)
+    for name, value in changes.items():
+        if name not in schema_keys():
+            raise KeyError(name)
+        *groups, leaf = name.split(".")
+        node = tree
+        for group in groups:
+            node = node[group]
+        node[leaf] = value
+    return build(tree)
+
+
+def _leaves(tree: Any, prefix: str = "") -> Iterable[str]:
+    """The dotted names of all that is not a dict, and of empty dicts."""
+    for name, value in tree.items():
+        if isinstance(value, dict) and value and f"{prefix}{name}" not in schema_keys():
+            yield from _leaves(value, f"{prefix}{name}.")
+        elif not (isinstance(value, dict) and f"{prefix}{name}" in keys.group_docs()):
+            yield f"{prefix}{name}"
+
+
+def _group_given_a_value(name: str, tree: dict[str, Any]) -> str | None:
+    if name not in keys.group_docs():
+        return None
+    node: Any = tree
+    for part in name.split("."):
+        node = node[part]
+    example = next(k for k in schema_keys() if k.startswith(name + "."))
+    return f"{name} = {show(node)}, but {name} is a group of keys: give them one by one, as in {example}=..."
+
+
+def _build(cls: type[T], tree: dict[str, Any], prefix: str) -> T:
+    hints = typing.get_type_hints(cls)
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        name, hint = keys.key_name(field), hints[field.name]
+        if dataclasses.is_dataclass(hint):
+            values[field.name] = _build(typing.cast(type, hint), tree.get(name, {}), f"{prefix}{name}.")
+        elif name in tree:
+            values[field.name] = tree[name] if tree[name] == MISSING else _typed(prefix + name, tree[name], hint)
+    return cls(**values)
+
+
+def _typed(name: str, value: Any, hint: Any) -> Any:
+    """The value in the key's type. Strict: only a whole number where a number is wanted is converted."""
+    for option in keys.options(hint):
+        if typing.get_origin(option) is list and isinstance(value, list):
+            (item,) = typing.get_args(option)
+            return [_typed(f"{name}.{i}", v, item) for i, v in enumerate(value)]
+        if option is float and type(value) in (int, float):
+            if not math.isfinite(value):
+                raise Refused(f"{name} = {value} is not a finite number")
+            return float(value)
+        if type(value) is option:
+            return value
+    raise Refused(f"{name} = {show(value)} must be a {keys.type_name(hint)}{_cure(name, value, hint)}".replace("a true", "true"))
+
+
+def _cure(name: str, value: Any, hint: Any) -> str:
+    accepted = keys.options(hint)
+    if int in accepted and isinstance(value, float) and math.isfinite(value) and value == int(value):
+        return f": write {name}={int(value)}"
+    if str in accepted and not isinstance(value, (list, dict)):
+        return f': in a yaml file write it in quotes, "{show(value)}"'
+    if isinstance(value, str) and (int in accepted or float in accepted):
+        try:
+            float(value)
+        except ValueError:
+            return ""
+        return ": write it without quotes"
+    if typing.get_origin(accepted[0]) is list and not isinstance(value, (list, dict)):
+        return f": write {name}=[{show(value)}]"
+    return ""

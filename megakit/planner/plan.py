@@ -1,0 +1,210 @@
+"""The plan of a run: who does what and holds how many bytes, before anything starts. No torch here.
+
+Everything that is counted is asked of modeling.layout, which the run builds its tensors from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass
+
+from megakit.config import rules
+from megakit.config.schema import Config
+from megakit.modeling.layout import StageLayout, parameter_count, split_layers, stage_params
+from megakit.parallel.grid import Grid
+
+GIB = 2**30
+
+WEIGHT_BYTES = {"bf16": 2, "fp32": 4}
+GRADIENT_BYTES = 4
+"""Gradients are accumulated in fp32."""
+OPTIMIZER_BYTES = {"bf16": 12, "fp32": 8}
+"""Two fp32 moments, and a fp32 master where the weights aren't fp32 themselves."""
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One pipeline stage; parameters and bytes are of one of its ranks."""
+
+    index: int
+    ranks: list[tuple[int, int]]
+    """First and last rank of each run of neighbours, in order."""
+    layers: int
+    first_layer: int
+    embedding: bool
+    head: bool
+    """Has the output head and the loss."""
+    parameters: int
+    """Elements of its parameters, padding of the vocabulary included."""
+    padding: int
+    """Of these, rows of the vocabulary's padding."""
+    weight_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+
+    @property
+    def state_bytes(self) -> int:
+        """Weights, gradients and optimizer states together."""
+        return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Pure data; `to_json` writes it to the run folder."""
+
+    name: str
+    grid: dict[str, int]
+    """Sizes of dp, pp, cp, tp."""
+    world: int
+    nodes: int | None
+    """Machines that the world fills; None where the recipe doesn't say how many GPUs a node has."""
+    gpus_per_node: int | None
+    cluster: str
+    zero: int
+    sequence_parallel: bool
+    schedule: str
+    recompute: str
+    precision: str
+    model_parameters: int
+    """Of the whole model: tied ones once, padding not at all."""
+    micro_batch_size: int
+    global_batch_size: int
+    micro_batches: int
+    """Of one data parallel rank per step (gradient accumulation)."""
+    seq_len: int
+    tokens_per_step: int
+    steps: int
+    tokens: int
+    samples: int
+    stages: list[StagePlan]
+    worst_stage: int
+    """Index of the stage with the most bytes."""
+    formula: str
+    """How the bytes are counted."""
+    excluded: str
+    """What the bytes leave out."""
+    notes: list[str]
+    """What the user should know before starting."""
+
+
+def make_plan(cfg: Config, world: int | None = None) -> Plan:
+    """The plan for `world` ranks; None: as many as the recipe asks for.
+
+    Raises Refused where the layers don't fit the stages, or the grid and the batch don't fit the world.
+    """
+    asked = rules.planned_world(cfg) if world is None else world
+    open_world = world is None and cfg.parallel.dp is None and rules.cluster_world(cfg) is None
+    cfg = rules.resolve(cfg, asked)
+    p, t = cfg.parallel, cfg.train
+    grid = Grid(p.dp or 1, p.pp, p.cp, p.tp)
+    stages = [stage_plan(cfg, grid, layout) for layout in split_layers(cfg.model.num_layers, p.pp, p.layers_per_stage)]
+    steps = rules.total_steps(cfg)
+    per_node = cfg.cluster.gpus_per_node
+    return Plan(
+        name=cfg.run.name,
+        grid={"dp": grid.dp, "pp": grid.pp, "cp": grid.cp, "tp": grid.tp},
+        world=grid.world,
+        nodes=None if per_node is None else math.ceil(grid.world / per_node),
+        gpus_per_node=per_node,
+        cluster=cfg.cluster.name,
+        zero=p.zero,
+        sequence_parallel=p.sequence_parallel,
+        schedule=p.schedule,
+        recompute=p.recompute,
+        precision=t.precision,
+        model_parameters=parameter_count(cfg),
+        micro_batch_size=t.micro_batch_size,
+        global_batch_size=t.global_batch_size,
+        micro_batches=t.global_batch_size // (t.micro_batch_size * grid.dp),
+        seq_len=t.seq_len,
+        tokens_per_step=t.global_batch_size * t.seq_len,
+        steps=steps,
+        tokens=steps * t.global_batch_size * t.seq_len,
+        samples=steps * t.global_batch_size,
+        stages=stages,
+        worst_stage=max(stages, key=lambda s: s.state_bytes).index,
+        formula=_formula(cfg, grid),
+        excluded="activations, temporary buffers, communication buffers, and the padding of flat buffers to whole buckets",
+        notes=_notes(cfg, grid, stages, open_world),
+    )
+
+
+def stage_plan(cfg: Config, grid: Grid, layout: StageLayout) -> StagePlan:
+    """What one rank of a stage holds; the same on every tensor parallel rank, whose shards are padded alike."""
+    held = [spec.shard for spec in stage_params(cfg, layout, grid.tp, 0).values()]
+    elements = sum(shard.numel for shard in held)
+    padding = grid.tp * elements - sum(
+        math.prod(box.size)
+        for r in range(grid.tp)
+        for spec in stage_params(cfg, layout, grid.tp, r).values()
+        for box in spec.shard.boxes
+    )
+    share = math.ceil(elements / grid.dp) if cfg.parallel.zero else elements
+    first = [grid.rank(dp=d, pp=layout.index) for d in range(grid.dp)]
+    return StagePlan(
+        index=layout.index,
+        ranks=_joined([(r, r + grid.cp * grid.tp - 1) for r in first]),
+        layers=len(layout.layers),
+        first_layer=layout.layers.start,
+        embedding=layout.first,
+        head=layout.last,
+        parameters=elements,
+        padding=padding,
+        weight_bytes=elements * WEIGHT_BYTES[cfg.train.precision],
+        gradient_bytes=elements * GRADIENT_BYTES,
+        optimizer_bytes=share * OPTIMIZER_BYTES[cfg.train.precision],
+    )
+
+
+def to_json(plan: Plan) -> str:
+    """The plan as JSON text, ending in a newline."""
+    return json.dumps(dataclasses.asdict(plan), indent=1) + "\n"
+
+
+def _joined(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Neighbouring runs of ranks made one."""
+    out: list[tuple[int, int]] = []
+    for lo, hi in runs:
+        if out and out[-1][1] + 1 == lo:
+            out[-1] = (out[-1][0], hi)
+        else:
+            out.append((lo, hi))
+    return out
+
+
+def _formula(cfg: Config, grid: Grid) -> str:
+    optimizer = OPTIMIZER_BYTES[cfg.train.precision]
+    sharded = f" / dp {grid.dp}" if cfg.parallel.zero else ""
+    return (
+        f"per parameter: {WEIGHT_BYTES[cfg.train.precision]} B {cfg.train.precision} weight + {GRADIENT_BYTES} B fp32 gradient"
+        f" + {optimizer} B {'fp32 master and two moments' if optimizer == 12 else 'two fp32 moments'}{sharded}"
+        f" (ZeRO {cfg.parallel.zero})"
+    )
+
+
+def _notes(cfg: Config, grid: Grid, stages: list[StagePlan], open_world: bool) -> list[str]:
+    t, notes = cfg.train, []
+    micro_batches = t.global_batch_size // (t.micro_batch_size * grid.dp)
+    if open_world:
+        notes.append(
+            f"parallel.dp is null and cluster.gpus_per_node unknown: planned for dp {grid.dp}; a run takes all ranks there are"
+        )
+    if micro_batches < grid.pp:
+        notes.append(
+            f"{micro_batches} micro-batches starve {grid.pp} pipeline stages: use train.global_batch_size >="
+            f" {grid.pp * t.micro_batch_size * grid.dp}"
+        )
+    if t.seq_len > (context := cfg.model.max_position_embeddings):
+        notes.append(f"train.seq_len = {t.seq_len} is beyond the model's context, model.max_position_embeddings = {context}")
+    there, memory = rules.cluster_world(cfg), cfg.cluster.gpu_memory_gib
+    if there is not None and grid.world < there:
+        notes.append(f"{grid.world} of the cluster's {there} GPUs are used (cluster.nodes = {cfg.cluster.nodes})")
+    worst = max(stages, key=lambda s: s.state_bytes)
+    if memory is not None and worst.state_bytes > memory * GIB:
+        notes.append(
+            f"the states of stage {worst.index} alone need {worst.state_bytes / GIB:.1f} GiB, a GPU has {memory} GiB: use"
+            " parallel.zero=1, or more tp, pp or dp"
+        )
+    return notes

@@ -1,0 +1,75 @@
+"""A plan on the terminal."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from megakit.planner.plan import GIB, Plan, StagePlan
+
+MIB = 2**20
+
+
+def render(plan: Plan) -> RenderableType:
+    """Tables of the run and of its stages, at most 100 columns wide."""
+    parts: list[RenderableType] = [Text(f"Plan of {plan.name}", style="bold"), _summary(plan), _stages(plan)]
+    parts.append(Text(f"* most bytes: stage {plan.worst_stage}. {plan.formula}."))
+    parts.append(Text(f"Not counted: {plan.excluded}."))
+    parts += [Text(f"Note: {note}.", style="yellow") for note in plan.notes]
+    return Group(*parts)
+
+
+def _summary(plan: Plan) -> Table:
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column()
+    grid = " x ".join(f"{axis} {n}" for axis, n in plan.grid.items() if n > 1 or axis != "cp")
+    each = f" ({plan.world // plan.grid['pp']} per stage)" if plan.grid["pp"] > 1 else ""
+    where = f" on {plan.nodes} x {plan.gpus_per_node} {plan.cluster}" if plan.nodes else ""
+    table.add_row("grid", f"{grid} = {plan.world} rank{'s' * (plan.world > 1)}{each}{where}")
+    sequence = ", sequence parallel" if plan.sequence_parallel else ""
+    table.add_row("parallel", f"ZeRO {plan.zero}, schedule {plan.schedule}, recompute {plan.recompute}{sequence}")
+    table.add_row("model", f"{plan.model_parameters:,} parameters, {plan.precision}")
+    table.add_row(
+        "batch",
+        f"{plan.global_batch_size:,} samples = {plan.micro_batches:,} micro-batches x {plan.micro_batch_size}"
+        f" x dp {plan.grid['dp']}; {plan.tokens_per_step:,} tokens of {plan.seq_len:,} per sample",
+    )
+    table.add_row("run", f"{plan.steps:,} steps, {plan.samples:,} samples, {plan.tokens:,} tokens")
+    return table
+
+
+def _stages(plan: Plan) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("stage", justify="right")
+    table.add_column("ranks")
+    table.add_column("layers")
+    unit, size_of = ("GiB", GIB) if plan.stages[plan.worst_stage].state_bytes >= GIB else ("MiB", MIB)
+    for name in ("parameters\nper rank", *(f"{kind}\n{unit}" for kind in ("weights", "grads", "optim", "total"))):
+        table.add_column(name, justify="right", no_wrap=True)
+    for stage in plan.stages:
+        worst = stage.index == plan.worst_stage
+        sizes = (stage.weight_bytes, stage.gradient_bytes, stage.optimizer_bytes, stage.state_bytes)
+        table.add_row(
+            f"{'*' if worst else ''}{stage.index}",
+            ranks_text(stage.ranks),
+            _layers_text(stage),
+            f"{stage.parameters:,}",
+            *(f"{size / size_of:.2f}" for size in sizes),
+            style="bold" if worst and len(plan.stages) > 1 else None,
+        )
+    return table
+
+
+def ranks_text(runs: list[tuple[int, int]]) -> str:
+    """0-7, 64-71 ... 448-455."""
+    words = [str(lo) if lo == hi else f"{lo}-{hi}" for lo, hi in runs]
+    return ", ".join(words) if len(words) <= 3 else f"{words[0]}, {words[1]} ... {words[-1]}"
+
+
+def _layers_text(stage: StagePlan) -> str:
+    last = stage.first_layer + stage.layers - 1
+    ends = " +emb" * stage.embedding + " +head" * stage.head
+    return f"{stage.layers}: {stage.first_layer}-{last}{ends}"

@@ -1,0 +1,100 @@
+"""python -m megakit.pretrain +recipe=NAME [KEY=VALUE ...]: train a language model.
+
+Composes the recipe and starts the ranks; with run.dry_run=true it prints the plan, with run.shrink=true it trains the
+recipe's minimal reproduction. Exit codes: 0 done, 1 failed, 2 refused, 3 not finite, 74 storage failed, 75 asked to stop.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass, field
+
+from megakit.config.schema import Config
+from megakit.errors import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED, Refused, Stop
+
+USAGE = "python -m megakit.pretrain +recipe=NAME [KEY=VALUE ...] [--config-dir DIR | --config-file FILE]"
+
+
+@dataclass
+class Arguments:
+    """The command line."""
+
+    overrides: list[str] = field(default_factory=list)
+    config_dir: str | None = None
+    config_file: str | None = None
+    help: bool = False
+
+
+def parse(argv: list[str]) -> Arguments:
+    """Options and overrides in any order. Raises Refused."""
+    out, words = Arguments(), list(argv)
+    while words:
+        word = words.pop(0)
+        option, equals, value = word.partition("=")
+        if word in ("-h", "--help"):
+            out.help = True
+        elif option in ("--config-dir", "--config-file"):
+            if not equals and not words:
+                raise Refused(f"{option} has no value: use {option} PATH")
+            setattr(out, option[2:].replace("-", "_"), value if equals else words.pop(0))
+        elif word.startswith("-"):
+            raise Refused(
+                f"{word} is not an option: there are --help, --config-dir and --config-file; keys are given as KEY=VALUE"
+            )
+        else:
+            out.overrides.append(word)
+    return out
+
+
+def run(argv: list[str]) -> int:
+    """Everything but the reporting of refusals; returns the exit code."""
+    args = parse(argv)
+    if args.help:
+        from megakit.config.terminal import print_help
+
+        print_help(USAGE, args.overrides, args.config_dir)
+        return EXIT_DONE
+    from megakit.config.compose import compose
+    from megakit.config.shrink import shrink
+    from megakit.planner.plan import make_plan
+
+    cfg = compose(args.overrides, args.config_dir, args.config_file)
+    plan = make_plan(cfg, _world_here(cfg))
+    if cfg.run.shrink:
+        cfg = shrink(cfg)
+        plan = make_plan(cfg)
+    if cfg.run.dry_run:
+        from megakit.config.terminal import console
+        from megakit.planner.render import render
+
+        console().print(render(plan))
+        return EXIT_DONE
+    from megakit.launch.start import launch
+
+    return launch(cfg, argv)
+
+
+def _world_here(cfg: Config) -> int | None:
+    """All GPUs of this machine, where the recipe leaves the number of ranks to it; None: as the recipe says."""
+    from megakit.config.rules import cluster_world, model_ranks
+    from megakit.launch.devices import visible_gpus, wants_cuda
+
+    gpus = visible_gpus(os.environ)
+    if cfg.parallel.dp is not None or cluster_world(cfg) is not None or not wants_cuda(cfg.launch.device, gpus):
+        return None
+    return gpus // model_ranks(cfg) * model_ranks(cfg) or None
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run, and say in one line why it was refused or stopped."""
+    try:
+        return run(sys.argv[1:] if argv is None else argv)
+    except Stop as stop:
+        label = {EXIT_REFUSED: "refused", EXIT_FAILED: "failed"}.get(stop.code, "stopped")
+        print(f"megakit: {label}: {' '.join(str(stop).split())}", file=sys.stderr)
+        return stop.code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
