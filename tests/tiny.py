@@ -57,7 +57,7 @@ def tiny(family: str = "llama", **keys: Any) -> Config:
         "train__precision": "fp32",
         "optim__lr": 1e-2,
         "optim__eps": 1e-5,
-        "optim__clip_grad": 0.5,
+        "optim__clip_grad": 0.25,
         "optim__schedule": "constant",
         "data__mock": True,
     }

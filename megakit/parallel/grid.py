@@ -69,8 +69,8 @@ class ParallelState:
     """One rank's place on the grid and its process groups.
 
     Creating groups is collective: construct it on every rank at the same point, after `init_process_group`.
-    `groups` has one entry per axis, `world`, and `embed` (the first and the last stage of this rank's pipeline, which
-    share tied embeddings). Every group has the same timeout: `new_group` would not inherit the world's.
+    `groups` has one entry per axis, `world`, and on the first and last stage of a pipeline `embed`, the two of them, which
+    share tied embeddings. Every group has the same timeout: `new_group` would not inherit the world's.
     """
 
     def __init__(self, grid: Grid, device: torch.device, timeout: timedelta):
@@ -87,7 +87,10 @@ class ParallelState:
         self.groups["embed"] = self.groups["pp"]
         if grid.pp > 2:
             lines = sorted({tuple(grid.line(r, "pp")) for r in range(grid.world)})
-            self.groups["embed"], _ = dist.new_subgroups_by_enumeration([[ln[0], ln[-1]] for ln in lines], timeout=timeout)
+            embed, _ = dist.new_subgroups_by_enumeration([[ln[0], ln[-1]] for ln in lines], timeout=timeout)
+            del self.groups["embed"]
+            if embed is not None:
+                self.groups["embed"] = embed
         for group in {id(g): g for g in self.groups.values()}.values():
             dist.distributed_c10d._set_pg_timeout(timeout, group)
 

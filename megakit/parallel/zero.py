@@ -57,9 +57,9 @@ class Bucket:
     counts: Counter[str] = field(default_factory=Counter)
     """Contributions so far, by parameter."""
     reduction: Handle | None = None
-    mine: slice = slice(0, 0)
+    mine: slice = field(default_factory=lambda: slice(0, 0))
     """The part of the flat buffer whose masters and moments this rank has."""
-    home: slice = slice(0, 0)
+    home: slice = field(default_factory=lambda: slice(0, 0))
     """Where that part lies in a buffer of this rank's parts only."""
 
     @property

@@ -35,7 +35,7 @@ def cells():
             yield pytest.param(tp, pp, dp, zero, sp, id=f"tp{tp}-pp{pp}-dp{dp}-zero{zero}" + "-sp" * sp)
 
 
-@pytest.mark.parametrize(("tp", "pp", "dp", "zero", "sp"), cells())
+@pytest.mark.parametrize(("tp", "pp", "dp", "zero", "sp"), list(cells()))
 def test_layout_equals_one_process(pools, reference, tp, pp, dp, zero, sp):
     family, start, curve, end = reference
     cfg = tiny(

@@ -1,0 +1,102 @@
+"""One rank's life of a run: process group, run folder, checkpoint to start from, data, engine, loop, generation."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from megakit.checkpoint import store
+from megakit.checkpoint.hf import HfSource
+from megakit.config.rules import total_steps
+from megakit.config.schema import Config
+from megakit.data.build import build_streams
+from megakit.data.stream import SampleStream
+from megakit.data.tokenizer import Tokenizer, load_tokenizer
+from megakit.errors import EXIT_DONE
+from megakit.launch import process_group, run_folder
+from megakit.launch.env import Ranks
+from megakit.observe.writer import MetricsWriter
+from megakit.parallel.comm import Comm
+from megakit.parallel.grid import Grid, ParallelState
+from megakit.train.engine import Engine
+from megakit.train.generate import generate
+from megakit.train.loop import Progress, Trainer
+
+
+def run(cfg: Config, ranks: Ranks) -> int:
+    """Train as `cfg` says, as one of its ranks -> exit code. Raises errors.Stop for an end on purpose."""
+    device, timeout = process_group.init(cfg, ranks)
+    ok = False
+    try:
+        p = cfg.parallel
+        assert p.dp is not None, "resolve the config before"
+        state = ParallelState(Grid(dp=p.dp, pp=p.pp, cp=p.cp, tp=p.tp), device, timeout)
+        _run(cfg, ranks, state, Comm(state))
+        ok = True
+    finally:
+        process_group.destroy(ok)
+    return EXIT_DONE
+
+
+def _run(cfg: Config, ranks: Ranks, state: ParallelState, comm: Comm) -> None:
+    run_dir = run_folder.prepare(cfg, ranks, comm)
+    checkpoints = Path(cfg.checkpoint.dir) if cfg.checkpoint.dir else run_dir / "checkpoints"
+    choice = store.choose(checkpoints, cfg.checkpoint.resume, cfg.checkpoint.init_from, comm)
+    if choice.step is not None and choice.step >= total_steps(cfg):
+        if state.rank == 0:
+            print(f"nothing left to do: {choice.path} is at step {choice.step} of {total_steps(cfg)}")
+        return
+    train, valid = build_streams(cfg)
+    tokenizer = load_tokenizer(cfg.data.tokenizer) if cfg.data.tokenizer and not cfg.data.mock else None
+    alerts = list(choice.alerts)
+    if choice.manifest is not None:
+        fingerprint = tokenizer.fingerprint if tokenizer else None
+        alerts += store.check_model(choice.manifest, cfg, data=train.fingerprint, tokenizer=fingerprint)
+    engine = Engine(cfg, state, comm)
+    progress = _start(cfg, engine, choice)
+    writer = None
+    if state.rank == 0:
+        writer = MetricsWriter(cfg, run_dir, total_steps=total_steps(cfg), start_step=progress.step)
+    ok = False
+    try:
+        if writer:
+            _announce(writer, choice, alerts, train, valid)
+        Trainer(cfg, engine, progress, train, valid, tokenizer, checkpoints, run_dir, writer).run()
+        if cfg.train.generate_tokens and tokenizer:
+            _generate(cfg, engine, tokenizer, writer)
+        ok = True
+    finally:
+        if writer:
+            writer.close(ok)
+
+
+def _start(cfg: Config, engine: Engine, choice: store.Choice) -> Progress:
+    """Weights, and where the run goes on."""
+    if choice.path is not None:
+        saved = store.load(choice.path, engine.boxes(owned=False), engine.comm, verified=True)
+        engine.loaded(saved["optimizer_updates"])
+        return Progress.from_state(saved)
+    engine.initialize(HfSource(Path(cfg.checkpoint.init_from), cfg) if cfg.checkpoint.init_from else None)
+    return Progress()
+
+
+def _announce(
+    writer: MetricsWriter, choice: store.Choice, alerts: list[str], train: SampleStream, valid: SampleStream | None
+) -> None:
+    for line in (choice.line, train.describe(), valid.describe() if valid else None):
+        if line:
+            writer.message(line)
+    if choice.path is not None:
+        writer.event("resume", step=choice.step, path=os.fspath(choice.path))
+    for alert in alerts:
+        writer.event("alert", text=alert)
+        writer.message(f"ALERT: {alert}")
+
+
+def _generate(cfg: Config, engine: Engine, tokenizer: Tokenizer, writer: MetricsWriter | None) -> None:
+    prompt = tokenizer.encode(cfg.train.generate_prompt) or [tokenizer.eod]
+    tokens = list(generate(engine, prompt, cfg.train.generate_tokens, tokenizer.eod, cfg.train.seed))
+    if writer:
+        text = tokenizer.decode(prompt + tokens)
+        writer.event("generated", text=text)
+        writer.message(f"\n{text}\n")

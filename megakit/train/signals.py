@@ -1,0 +1,34 @@
+"""Signals that ask a run to stop: noted here, agreed on by all ranks at the end of the step."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType, TracebackType
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+class StopSignal:
+    """While the context is open, SIGINT, SIGTERM and SIGUSR1 are noted in `name`; further ones do no harm.
+
+    Outside the main thread (in a test) nothing is installed.
+    """
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+        self._before: dict[signal.Signals, object] = {}
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.name = self.name or signal.Signals(number).name
+
+    def __enter__(self) -> StopSignal:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {s: signal.signal(s, self._note) for s in SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]

@@ -1,0 +1,93 @@
+"""Dropout masks: a pure function of the sample's place; the same when a layer is recomputed and in every layout that has
+the same activations; and recomputation changes nothing: ME3's gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megakit.parallel.random import dropout, mix
+from tests.tiny import tiny
+from tests.train.parity import engine, micro_batches, train, worst
+
+
+def with_dropout(**keys):
+    return tiny("gpt2", model__hidden_dropout=0.1, **keys)
+
+
+def test_dropout_keeps_the_mean_and_draws_the_same_mask_in_backward():
+    x = torch.randn(200, 300, requires_grad=True)
+    y = dropout(x, 0.25, seed=5)
+    kept = y != 0
+    assert kept.float().mean().item() == pytest.approx(0.75, abs=0.01)
+    torch.testing.assert_close(y[kept], x[kept] / 0.75)
+    y.backward(torch.ones_like(y))
+    assert torch.equal(x.grad != 0, kept)
+    assert torch.equal(dropout(x, 0.25, seed=5), y) and not torch.equal(dropout(x, 0.25, seed=6), y)
+    assert dropout(x, 0.0, seed=5) is x
+
+
+def test_mix_tells_its_arguments_apart():
+    seeds = {mix(*parts) for parts in ((0,), (0, 0), (1,), (0, 1), (1, 0), (-1,), (2, 3, 4), (2, 4, 3))}
+    assert len(seeds) == 8 and all(0 <= s < 2**63 for s in seeds)
+
+
+@pytest.mark.parametrize(("tp", "pp", "dp"), [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 2)])
+def test_hidden_dropout_is_the_same_in_every_layout(pools, tp, pp, dp):
+    """Activations are replicated over tp here, so one mask must be on all its ranks; and none depends on pp or dp."""
+    ((expected),) = [r.curve for r in pools(1).run(train, with_dropout())]
+    ((plain),) = [r.curve for r in pools(1).run(train, tiny("gpt2"))]
+    assert worst(plain, expected) > 1e-3, "dropout must do something"
+    results = pools(tp * pp * dp).run(train, with_dropout(parallel__tp=tp, parallel__pp=pp, parallel__dp=dp))
+    assert worst(results[0].curve, expected) < 1e-5
+
+
+def masks():
+    """Which elements of the embedding's output are dropped, under sequence parallelism."""
+    cfg = with_dropout(parallel__tp=2, parallel__sequence_parallel=True)
+    cfg.model.hidden_dropout = 0.5
+    e = engine(cfg)
+    e.initialize()
+    (b, *_) = micro_batches(e, 0)
+    return e.stage._embed(b.tokens_SB, 1) == 0
+
+
+def test_masks_differ_where_activations_are_sharded(pools):
+    a, b = pools(2).run(masks)
+    assert a.shape == b.shape and 0.4 < (a != b).float().mean() < 0.6
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize(("tp", "pp", "sp"), [(1, 1, False), (2, 1, False), (2, 2, True)])
+def test_recomputation_changes_no_bit(pools, recompute, tp, pp, sp):
+    keys = {"parallel__tp": tp, "parallel__pp": pp, "parallel__sequence_parallel": sp, "model__attention_dropout": 0.1}
+    expected = pools(tp * pp).run(train, with_dropout(**keys))
+    got = pools(tp * pp).run(train, with_dropout(**keys, parallel__recompute=recompute))
+    assert [r.curve for r in got] == [r.curve for r in expected]
+    for a, b in zip(got, expected):
+        assert all(torch.equal(a.weights[n], b.weights[n]) for n in b.weights)
+
+
+def bytes_kept(recompute):
+    """Bytes of activations that the forward pass of one micro-batch keeps for the backward pass."""
+    e = engine(tiny(parallel__recompute=recompute, train__seq_len=256, model__num_layers=8, train__global_batch_size=1))
+    e.initialize()
+    known = {p.data_ptr() for p in e.buffers.parameters.values()}
+    kept: dict[int, int] = {}
+
+    def pack(t):
+        if t.untyped_storage().data_ptr() != e.buffers.flat.untyped_storage().data_ptr() and t.data_ptr() not in known:
+            kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    (b,) = e.split(torch.zeros(1, 257, dtype=torch.int64), 0)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        e.stage(None, b)
+    return sum(kept.values())
+
+
+def test_recomputation_keeps_less(pools):
+    kept = {r: pools(1).run(bytes_kept, r)[0] for r in ("none", "selective", "full")}
+    assert kept["full"] < 0.35 * kept["none"]
+    # with an attention that doesn't materialise its scores, the core keeps the rotated q and k and one statistic per row
+    assert kept["full"] < kept["selective"] < 0.95 * kept["none"]
