@@ -25,9 +25,11 @@ class Tokenizer:
         import sentencepiece
 
         try:
+            if not model:
+                raise RuntimeError("sentencepiece takes no bytes for no model given")
             self._pieces = sentencepiece.SentencePieceProcessor(model_proto=model)
-        except RuntimeError as e:
-            raise Refused(f"{path} is not a sentencepiece model ({' '.join(str(e).split())}): give a .model file") from None
+        except RuntimeError:
+            raise Refused(f"{path}, {len(model)} bytes, is not a sentencepiece model: give a .model file") from None
         self.path = path
         self.fingerprint = hashlib.sha256(model).hexdigest()
         self.vocab_size: int = self._pieces.vocab_size()

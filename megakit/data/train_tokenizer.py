@@ -23,13 +23,14 @@ def texts_of(inputs: Sequence[str], json_key: str, skip_bad: bool) -> Iterator[s
     for block in plan_blocks(inputs):
         if block.paths[0] != path:
             lines, path = 0, block.paths[0]
+        number = -1
         for number, raw in enumerate(read_block(block)):
             text, reason = text_of(raw, json_key if block.lines else None)
             if reason in BAD and not skip_bad:
                 raise Refused(bad_record(block, (number, reason), lines, json_key))
-            lines += 1
             if not reason:
                 yield text
+        lines += number + 1
 
 
 def train(
@@ -43,11 +44,13 @@ def train(
     """
     import sentencepiece
 
-    lines = _lines(texts)
+    if not 0 < character_coverage <= 1:
+        raise Refused(f"a character coverage of {character_coverage}: it is a share above 0 and up to 1, such as 0.99995")
+    lines = _Lines(texts)
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(lines if max_lines is None else _draw(lines, max_lines)),
+            sentence_iterator=iter(lines if max_lines is None else _draw(iter(lines), max_lines)),
             model_writer=model,
             model_type="bpe",
             vocab_size=vocab_size,
@@ -67,6 +70,10 @@ def train(
             minloglevel=2,
         )
     except (RuntimeError, OSError) as e:
+        if lines.error is not None:  # sentencepiece wraps what its iterator raises
+            raise lines.error from None
+        if not lines.count:
+            raise Refused("there is no text to train a tokenizer on: every record is blank or empty") from None
         raise Refused(f"a vocabulary of {vocab_size} pieces can't be trained on this text: {_reason(e)}") from None
     return model.getvalue()
 
@@ -94,9 +101,24 @@ def write_model(path: str, model: bytes) -> None:
             os.remove(aside)
 
 
-def _lines(texts: Iterator[str]) -> Iterator[str]:
-    for text in texts:
-        yield from (line for line in text.split("\n") if line)
+class _Lines:
+    """The lines of all texts; keeps their number and the error that ended them."""
+
+    def __init__(self, texts: Iterator[str]):
+        self._texts = texts
+        self.count = 0
+        self.error: Optional[BaseException] = None
+
+    def __iter__(self) -> Iterator[str]:
+        try:
+            for text in self._texts:
+                for line in text.split("\n"):
+                    if line:
+                        self.count += 1
+                        yield line
+        except Exception as e:
+            self.error = e
+            raise
 
 
 def _draw(lines: Iterator[str], count: int) -> list[str]:
@@ -113,4 +135,4 @@ def _draw(lines: Iterator[str], count: int) -> list[str]:
 
 def _reason(error: Exception) -> str:
     """The last sentence of sentencepiece's message, which starts with its source file and condition."""
-    return " ".join(str(error).split("] ")[-1].split()) or "there is no text"
+    return " ".join(str(error).split("] ")[-1].split()) or repr(error)

