@@ -1,0 +1,175 @@
+"""Weights from a Hugging Face folder give transformers' own logits, loss and gradients, on any grid: CV1, CV4, CV5, M2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from megakit.checkpoint.hf import HfSource
+from megakit.config.schema import Config
+from megakit.modeling.decoder import MicroBatch
+from megakit.parallel.loss import IGNORE
+from megakit.train.generate import generate
+from tests.tiny import batch, tiny
+from tests.train.parity import assemble, engine, micro_batches
+
+HEADS = [(8, 2), (6, 2), (8, 4), (8, 8), (8, 1)]
+"""Shapes at which a wrong permutation of the q and k rows shows: it doesn't at (4, 2), (16, 4), (64, 8)."""
+
+
+def llama(path: Path, heads: int, groups: int, tied: bool = False) -> Config:
+    config = transformers.LlamaConfig(
+        vocab_size=101,
+        hidden_size=heads * 8,
+        intermediate_size=88,
+        num_hidden_layers=2,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        max_position_embeddings=32,
+        rope_theta=5e5,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=tied,
+        initializer_range=0.2,
+    )
+    torch.manual_seed(heads * 100 + groups)
+    model = transformers.LlamaForCausalLM(config)
+    with torch.no_grad():  # norms of ones would hide a norm in the wrong place
+        for name, p in model.named_parameters():
+            if "norm" in name:
+                p.uniform_(0.5, 1.5)
+    model.save_pretrained(path)
+    return tiny(
+        "llama",
+        model__hidden_size=heads * 8,
+        model__ffn_hidden_size=88,
+        model__num_layers=2,
+        model__num_attention_heads=heads,
+        model__num_query_groups=groups,
+        model__tie_embeddings=tied,
+        model__make_vocab_size_divisible_by=128,
+    )
+
+
+def gpt2(path: Path) -> Config:
+    config = transformers.GPT2Config(
+        vocab_size=101, n_positions=32, n_embd=48, n_layer=2, n_head=4, initializer_range=0.2, bos_token_id=0, eos_token_id=0
+    )
+    torch.manual_seed(1)
+    model = transformers.GPT2LMHeadModel(config)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "ln" in name or "bias" in name:
+                p.add_(torch.rand_like(p) - 0.5)
+    model.save_pretrained(path)
+    return tiny("gpt2", model__num_layers=2, model__make_vocab_size_divisible_by=128)
+
+
+def ours(cfg: Config, path: str):
+    """Logits of every position, loss, and gradients of the mean loss as boxes."""
+    e = engine(cfg)
+    e.initialize(HfSource(Path(path), cfg))
+    tokens, _ = batch(cfg, 0)
+    logits = [e._forward([MicroBatch(tokens[:1].t(), None, 0)]), e.logits(tokens[0], 20)]
+    batches = micro_batches(e, 0)
+    losses = e._executor(cfg.train.micro_batch_size).run(e._program, batches)
+    e.buffers.finish()
+    grads = e.buffers.boxes("grad", lambda b: e.buffers.grads[b.mine].clone(), owned=False)
+    result = e.optimizer.step(0.0, *e._share(losses, batches))
+    mean = {n: (s, [(at, t / result.tokens) for at, t in views]) for n, (s, views) in grads.items()}
+    return logits[0], logits[1], result.loss, mean
+
+
+def check(pools, cfg: Config, path: Path, tp: int, pp: int, name_map):
+    cfg.parallel.tp, cfg.parallel.pp = tp, pp
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    tokens, labels = batch(cfg, 0)
+    expected = model(tokens).logits
+    loss = torch.nn.functional.cross_entropy(expected.flatten(0, 1), labels.flatten(), ignore_index=IGNORE)
+    loss.backward()
+    results = pools(tp * pp).run(ours, cfg, str(path))
+    last = [r for r in results if r[0]]
+    logits = torch.cat([r[0][0] for r in last], -1)[..., :101]
+    torch.testing.assert_close(logits[:, 0], expected[0], rtol=1e-4, atol=1e-4)
+    for _, at_20, our_loss, _ in results:
+        torch.testing.assert_close(at_20, expected[0, 20], rtol=1e-4, atol=1e-4)
+        assert our_loss == pytest.approx(loss.item(), rel=1e-5)
+    theirs = {n: p.grad for n, p in model.named_parameters()}
+    grads = assemble([r[3] for r in results])
+    names = name_map(cfg.model.num_layers)
+    if not cfg.model.tie_embeddings:
+        names["output.weight"] = [("lm_head.weight", False)]
+    for name, parts in names.items():
+        whole = torch.cat([t.t() if transposed else t for t, transposed in ((theirs[n], x) for n, x in parts)])
+        torch.testing.assert_close(grads.pop(f"grad.{name}"), whole, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+    assert not grads, f"not compared: {set(grads)}"
+
+
+def llama_names(layers: int):
+    names = {"embedding.word.weight": [("model.embed_tokens.weight", False)], "final_norm.weight": [("model.norm.weight", False)]}
+    for i in range(layers):
+        n = f"model.layers.{i}"
+        names |= {
+            f"layers.{i}.attention_norm.weight": [(f"{n}.input_layernorm.weight", False)],
+            f"layers.{i}.mlp_norm.weight": [(f"{n}.post_attention_layernorm.weight", False)],
+            f"layers.{i}.attention.qkv.weight": [(f"{n}.self_attn.{p}_proj.weight", False) for p in "qkv"],
+            f"layers.{i}.attention.out.weight": [(f"{n}.self_attn.o_proj.weight", False)],
+            f"layers.{i}.mlp.up.weight": [(f"{n}.mlp.{p}_proj.weight", False) for p in ("gate", "up")],
+            f"layers.{i}.mlp.down.weight": [(f"{n}.mlp.down_proj.weight", False)],
+        }
+    return names
+
+
+def gpt2_names(layers: int):
+    names = {
+        "embedding.word.weight": [("transformer.wte.weight", False)],
+        "embedding.position.weight": [("transformer.wpe.weight", False)],
+    }
+    pairs = {"attention_norm": "ln_1", "mlp_norm": "ln_2"}
+    linears = {"attention.qkv": "attn.c_attn", "attention.out": "attn.c_proj", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
+    for kind in ("weight", "bias"):
+        names[f"final_norm.{kind}"] = [(f"transformer.ln_f.{kind}", False)]
+        for i in range(layers):
+            for a, b in pairs.items():
+                names[f"layers.{i}.{a}.{kind}"] = [(f"transformer.h.{i}.{b}.{kind}", False)]
+            for a, b in linears.items():
+                names[f"layers.{i}.{a}.{kind}"] = [(f"transformer.h.{i}.{b}.{kind}", kind == "weight")]
+    return names
+
+
+@pytest.mark.parametrize(("heads", "groups"), HEADS)
+def test_llama_of_every_head_shape(pools, tmp_path, heads, groups):
+    check(pools, llama(tmp_path, heads, groups), tmp_path, 1, 1, llama_names)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), (2, 2)])
+def test_llama_on_a_grid(pools, tmp_path, tp, pp, tied):
+    check(pools, llama(tmp_path, 8, 2, tied), tmp_path, tp, pp, llama_names)
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_gpt2(pools, tmp_path, tp, pp):
+    check(pools, gpt2(tmp_path), tmp_path, tp, pp, gpt2_names)
+
+
+def junk_in_the_padding(cfg):
+    e = engine(cfg)
+    e.initialize()
+    head = e.buffers.parameters.get("output.weight")
+    if head is not None:
+        rows = sum(box.size[0] for box in e.specs["output.weight"].shard.boxes)
+        with torch.no_grad():
+            head[rows:] = 100.0
+    return list(generate(e, [1, 2, 3], 20, end=None, seed=0))
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (2, 2)])
+def test_generation_never_emits_padding_and_is_the_same_on_every_rank(pools, tp, pp):
+    cfg = tiny(parallel__tp=tp, parallel__pp=pp, model__make_vocab_size_divisible_by=128)
+    results = pools(tp * pp).run(junk_in_the_padding, cfg)
+    assert all(r == results[0] for r in results) and len(results[0]) == 20
+    assert max(results[0]) <= 100
+    assert results[0] == pools(1).run(junk_in_the_padding, tiny(model__make_vocab_size_divisible_by=128))[0]
