@@ -80,7 +80,7 @@ def recipe_summaries(config_dir: str | None = None) -> dict[str, str]:
     out = {}
     for root in filter(None, (RECIPES, user_folder(config_dir))):
         for path in sorted(root.glob("recipe/*.yaml"), key=_natural):
-            comments = [ln[1:].strip() for ln in path.read_text(encoding="utf-8").splitlines() if ln.startswith("#")]
+            comments = [ln[1:].strip() for ln in path.read_text(encoding="utf-8", errors="replace").splitlines() if ln.startswith("#")]
             out[path.stem] = next((c for c in comments if not c.startswith("@")), "")
     return out
 
@@ -98,6 +98,8 @@ def user_folder(config_dir: str | None) -> Path | None:
         name = path.relative_to(user)
         if (RECIPES / name).exists():
             raise Refused(f"{path} has the name of a shipped file, recipes/{name}: rename it")
+        if re.search(r"^hydra\s*:", path.read_text(encoding="utf-8", errors="replace"), re.MULTILINE):
+            raise Refused(f"{path} has a section hydra, whose settings have no effect here: take it out")
     return user
 
 
@@ -117,7 +119,7 @@ def _sorted(overrides: list[str], files: dict[str, list[str]]) -> tuple[list[str
             choices.append(_choice(text, prefix, group, name, raw, files[group]))
         elif group == "hydra" or group.startswith(("hydra.", "hydra/")):
             raise Refused(f"{text}: Hydra's own settings have no effect here; for recipe folders use --config-dir")
-        elif not equals and prefix != "~":
+        elif not name or not (equals or prefix == "~"):
             raise Refused(f"{text}: an override is written KEY=VALUE, as in train.steps=100, and a recipe +recipe=NAME")
         else:
             values.append(_value(text, name, raw))
@@ -134,9 +136,12 @@ def _choice(text: str, prefix: str, group: str, name: str, raw: str, there: list
         raise Refused(f"{text}: choose one of {', '.join(there)}, as in {'+' * (group == 'recipe')}{group}={there[0]}")
     if raw not in there:
         guess = keys.nearest(raw, there)
-        hint = f"did you mean {guess}? " if guess else ""
-        raise Refused(f"{group}={raw} is not there: {hint}There are {', '.join(there)}; --config-dir adds a folder of your own")
-    return f"{'+' * (group == 'recipe')}{group}={raw}"
+        hint = f"did you mean {guess}? Choose" if guess else "choose"
+        own = f"--config-dir DIR adds DIR/{group}/NAME.yaml"
+        raise Refused(f"there is no {group} {raw}: {hint} one of {', '.join(there)}; {own}")
+    if (RECIPES / group).is_dir():
+        prefix = "+" * (group == "recipe")
+    return f"{prefix}{group}={raw}"
 
 
 def _value(text: str, name: str, raw: str) -> _Value:
@@ -154,7 +159,9 @@ def _value(text: str, name: str, raw: str) -> _Value:
             raise Refused(f"{text}: give one value, or a list in brackets, as in {name}=[{raw}]")
         return _Value(name, override.value(), False)
     except _FAULTS as fault:
-        raise Refused(f"{text} can't be read: {_one_line(fault)}; put text into quotes, as in \"{name}='...'\"") from fault
+        raise Refused(
+            f"{text} can't be read: {_one_line(fault)}; text with special characters needs quotes inside the value"
+        ) from fault
 
 
 def _hydra(choices: list[str], user: Path | None, files: dict[str, list[str]]) -> DictConfig:
@@ -184,6 +191,7 @@ def _load(config_file: str) -> DictConfig:
 def _resolved(composed: DictConfig, values: list[_Value]) -> dict[str, Any]:
     """Plain values: the composed tree over the schema's defaults, with overrides set and interpolations resolved."""
     at = "the recipe"
+    OmegaConf.set_struct(composed, False)
     try:
         for v in values:
             at = v.key

@@ -16,7 +16,35 @@ from megakit.config import schema
 MISSING = "???"
 """OmegaConf's mark of a value that the recipe must give."""
 
-_TYPE_NAMES = {int: "whole number", float: "number", bool: "true or false", str: "text", type(None): "null"}
+_TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+
+_ELSEWHERE = {
+    "context_parallel_size": "parallel.cp",
+    "data_parallel_size": "parallel.dp",
+    "gradient_clipping": "optim.clip_grad",
+    "intermediate_size": "model.ffn_hidden_size",
+    "learning_rate": "optim.lr",
+    "load": "checkpoint.init_from",
+    "max_grad_norm": "optim.clip_grad",
+    "max_steps": "train.steps",
+    "num_hidden_layers": "model.num_layers",
+    "num_key_value_heads": "model.num_query_groups",
+    "num_kv_heads": "model.num_query_groups",
+    "pipeline_model_parallel_size": "parallel.pp",
+    "pipeline_parallel": "parallel.pp",
+    "pipeline_parallel_size": "parallel.pp",
+    "rope_theta": "model.rotary_base",
+    "save": "checkpoint.dir",
+    "save_interval": "checkpoint.interval_steps",
+    "sequence_length": "train.seq_len",
+    "tensor_model_parallel_size": "parallel.tp",
+    "tensor_parallel": "parallel.tp",
+    "tensor_parallel_size": "parallel.tp",
+    "tie_word_embeddings": "model.tie_embeddings",
+    "train_iters": "train.steps",
+    "zero_stage": "parallel.zero",
+}
+"""What other frameworks call some keys."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +69,7 @@ class Key:
 
     @property
     def type_name(self) -> str:
-        """The type for people: "whole number", "list of text", "number or null"."""
+        """The type for people: "a whole number", "a list of text", "a number or null"."""
         return type_name(self.hint)
 
     @property
@@ -58,7 +86,8 @@ def options(hint: Any) -> tuple[Any, ...]:
 def type_name(hint: Any) -> str:
     """A type for people."""
     if typing.get_origin(hint) is list:
-        return f"list of {type_name(typing.get_args(hint)[0])}s".replace("texts", "text")
+        (item,) = typing.get_args(hint)
+        return "a list of " + ("text" if item is str else type_name(item).removeprefix("a ") + "s")
     names = [type_name(o) if typing.get_origin(o) else _TYPE_NAMES[o] for o in options(hint)]
     return " or ".join(names)
 
@@ -130,12 +159,17 @@ def nearest(name: str, among: typing.Iterable[str], cutoff: float = 0.6) -> str 
 def nearest_key(name: str) -> str | None:
     """The key that a misspelt dotted name most likely means: its last part counts most, then its group."""
     group, _, leaf = name.rpartition(".")
+    if leaf in _ELSEWHERE:
+        return _ELSEWHERE[leaf]
     close = {k.name: _alike(leaf, k.leaf) for k in schema_keys().values()}
-    close = {k: s + 0.25 * _alike(group, k.rpartition(".")[0]) for k, s in close.items() if s >= 0.6}
+    close = {k: s + 0.25 * _alike(group, k.rpartition(".")[0]) for k, s in close.items() if s >= 0.7}
     return max(close, key=lambda k: close[k]) if close else None
 
 
 def _alike(a: str, b: str) -> float:
+    """0 to 1; a word inside the other is close to it."""
+    if min(len(a), len(b)) >= 3 and (a in b or b in a):
+        return max(0.8, SequenceMatcher(None, a, b, autojunk=False).ratio())
     return SequenceMatcher(None, a.lower(), b.lower(), autojunk=False).ratio()
 
 
@@ -146,7 +180,7 @@ def unknown_key(name: str) -> str:
         return f"{name} is not a recipe key: begin the recipe file with '# @package _global_', so that its keys come out on top"
     if guess:
         return f"{name} is not a recipe key: did you mean {guess}?"
-    group = nearest(name.split(".")[0], group_docs())
+    group = nearest(name.split(".")[0], group_docs(), cutoff=0.7)
     if group:
         leaves = ", ".join(k.name.removeprefix(group + ".") for k in schema_keys().values() if k.name.startswith(group + "."))
         return f"{name} is not a recipe key: the keys of {group} are {leaves}"

@@ -31,7 +31,8 @@ class Range:
         return low if self.high is None else f"{low} and {'less than' if self.open_high else 'at most'} {self.high}"
 
 
-COUNT = Range(1)
+COUNT = Range(1, 10**9)
+MANY = Range(1, 10**18)
 NOT_NEGATIVE = Range(0)
 POSITIVE = Range(0, open_low=True)
 SHARE = Range(0, 1, open_high=True)
@@ -54,12 +55,12 @@ RANGES: dict[str, Range] = {
     "parallel.pp": COUNT,
     "parallel.cp": COUNT,
     "parallel.dp": COUNT,
-    "parallel.zero": Range(0, 3),
+    "parallel.zero": Range(0, 1),
     "parallel.virtual_stages": COUNT,
     "parallel.layers_per_stage": COUNT,
-    "parallel.bucket_size": COUNT,
+    "parallel.bucket_size": MANY,
     "train.steps": COUNT,
-    "train.tokens": COUNT,
+    "train.tokens": MANY,
     "train.micro_batch_size": COUNT,
     "train.global_batch_size": COUNT,
     "train.seq_len": COUNT,
@@ -190,7 +191,7 @@ def _check(name: str, value: Any) -> None:
         words = CHOICES.get(name)
         if words and value not in words:
             guess = nearest(value, words)
-            hint = f"did you mean {guess}?" if guess else "use one of these"
+            hint = f"did you mean {guess}?" if guess else f"use {words[0]}" if len(words) == 1 else "use one of these"
             raise Refused(f"{name} = {show(value)} is not one of {_listed(name, words)}: {hint}")
         if not value and name not in MAY_BE_EMPTY:
             raise Refused(f"{name} is empty: give a value, or leave the key out")

@@ -167,7 +167,9 @@ def _check_length(cfg: Config) -> None:
             f" {m.max_position_embeddings}: use train.seq_len <= {m.max_position_embeddings}, or a longer table"
         )
     if t.steps is not None and t.tokens is not None:
-        raise Refused(f"train.steps = {t.steps} and train.tokens = {t.tokens} are both given: set one of them to null")
+        raise Refused(
+            f"train.steps = {t.steps} and train.tokens = {t.tokens} are both given: set train.tokens=null, or train.steps=null"
+        )
     if t.generate_tokens and cfg.data.tokenizer is None:
         raise Refused(
             f"train.generate_tokens = {t.generate_tokens} needs data.tokenizer, which is null: give the file, or"

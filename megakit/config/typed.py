@@ -123,14 +123,14 @@ def _typed(name: str, value: Any, hint: Any) -> Any:
             return float(value)
         if type(value) is option:
             return value
-    raise Refused(f"{name} = {show(value)} must be a {keys.type_name(hint)}{_cure(name, value, hint)}".replace("a true", "true"))
+    raise Refused(f"{name} = {show(value)} must be {keys.type_name(hint)}{_cure(name, value, hint)}")
 
 
 def _cure(name: str, value: Any, hint: Any) -> str:
     accepted = keys.options(hint)
     if int in accepted and isinstance(value, float) and math.isfinite(value) and value == int(value):
         return f": write {name}={int(value)}"
-    if str in accepted and not isinstance(value, (list, dict)):
+    if accepted[0] is str and isinstance(value, (bool, int, float)):
         return f': in a yaml file write it in quotes, "{show(value)}"'
     if isinstance(value, str) and (int in accepted or float in accepted):
         try:

@@ -1,0 +1,148 @@
+"""Cases CF3 and CF5 and the other rules that join keys: refused with both values and the cure, or accepted."""
+
+from __future__ import annotations
+
+import pytest
+
+from megakit.config import rules
+from megakit.config.schema import Config
+from megakit.errors import Refused
+from tests.config.tiny import refusal, tiny
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        # CF3
+        (["model.num_attention_heads=6", "model.hidden_size=72", "model.num_query_groups=6", "parallel.tp=4"],
+         ["model.num_query_groups = 6", "parallel.tp = 4", "valid tp 1, 2"]),
+        (["model.num_query_groups=2", "parallel.tp=4"], ["model.num_query_groups = 2", "parallel.tp = 4", "valid tp 1, 2"]),
+        (["model.hidden_size=66"], ["model.hidden_size = 66", "model.num_attention_heads = 8", "64 or 72"]),
+        (["model.ffn_hidden_size=175", "parallel.tp=2"], ["model.ffn_hidden_size = 175", "parallel.tp = 2", "valid tp 1"]),
+        (["train.seq_len=33", "parallel.tp=2", "parallel.sequence_parallel=true"],
+         ["train.seq_len = 33", "parallel.tp = 2", "valid tp 1"]),
+        (["model.num_query_groups=3"], ["model.num_attention_heads = 8", "model.num_query_groups = 3", "1, 2, 4, 8"]),
+        (["model.hidden_size=72", "model.num_query_groups=8"], ["72 / 8 = 9", "rope"]),
+        (["parallel.sequence_parallel=true"], ["parallel.sequence_parallel = true", "parallel.tp = 1"]),
+        # the cluster
+        (["cluster.gpus_per_node=1", "parallel.tp=2", "cluster.nodes=2"],
+         ["parallel.tp = 2", "cluster.gpus_per_node = 1", "valid tp 1", "allow_tp_across_nodes=true"]),
+        (["cluster.gpus_per_node=8", "parallel.dp=4", "parallel.pp=4"], ["parallel.dp = 4", "16 ranks", "8 GPUs", "cluster.nodes=2"]),
+        (["cluster.gpus_per_node=8", "parallel.pp=3"], ["pp 3", "8 GPUs", "cluster.nodes=3"]),
+        # CF5
+        (["train.global_batch_size=10", "train.micro_batch_size=4", "parallel.dp=2"],
+         ["train.global_batch_size = 10", "train.micro_batch_size = 4 x parallel.dp = 2 = 8", "8 or 16"]),
+        (["train.global_batch_size=3", "train.micro_batch_size=4"], ["train.global_batch_size = 3", "= 4", "use 4"]),
+        (["cluster.gpus_per_node=8"], ["train.global_batch_size = 8", "parallel.dp = 8 = 16", "use 16"]),
+        (["train.steps=0"], ["train.steps = 0", "at least 1"]),
+        (["train.steps=null", "train.tokens=0"], ["train.tokens = 0", "at least 1"]),
+        (["train.tokens=1000"], ["train.steps = 10", "train.tokens = 1000", "train.tokens=null"]),
+        (["train.steps=null"], ["train.steps", "train.tokens"]),
+        # length
+        (["model.position_embedding=learned", "train.seq_len=64"], ["train.seq_len = 64", "model.max_position_embeddings = 32"]),
+        (["train.generate_tokens=5"], ["train.generate_tokens = 5", "data.tokenizer"]),
+        # the learning rate
+        (["optim.min_lr=0.01"], ["optim.min_lr = 0.01", "optim.lr = 0.001"]),
+        (["optim.warmup_steps=10"], ["optim.warmup_steps = 10", "10 steps", "<= 9"]),
+        (["optim.warmup_steps=5", "optim.decay_steps=5"], ["optim.decay_steps = 5", "optim.warmup_steps = 5", "> 5"]),
+        (["optim.wsd_decay_steps=2"], ["optim.wsd_decay_steps = 2", "optim.schedule = cosine"]),
+        (["optim.schedule=constant", "optim.decay_steps=5"], ["optim.decay_steps = 5", "optim.schedule = constant"]),
+        (["optim.schedule=constant", "optim.min_lr=1e-4"], ["optim.min_lr = 0.0001", "optim.schedule = constant"]),
+        (["optim.schedule=wsd", "optim.warmup_steps=5", "optim.wsd_decay_steps=6"],
+         ["optim.warmup_steps = 5", "6 steps", "10 steps", "<= 5"]),
+        # data
+        (["data.path=[a]"], ["data.mock = true", "[a]", "data=mock"]),
+        (["data.valid_path=[a]"], ["data.mock = true", "[a]"]),
+        (["data.mock=false"], ["data.path is empty", "data.mock = false"]),
+        (["data.mock=false", "data.path=[a,b]", "data.weights=[1]"], ["1 entries", "data.path has 2"]),
+        (["data.mock=false", "data.path=[a,b]", "data.weights=[1,0]"], ["data.weights = 0.0", "greater than 0"]),
+        (["data.split=x"], ["data.split = x", "99,1"]),
+        (["data.split=0,1"], ["data.split = 0,1", "99,1"]),
+        (["data.split=1,-1"], ["data.split = 1,-1", "99,1"]),
+        (["data.mock=false", "data.path=[a]", "data.split=1", "train.eval_interval=5"],
+         ["train.eval_interval = 5", "data.split = 1", "data.split=99,1"]),
+        # checkpoints
+        (["checkpoint.init_from=hf", "checkpoint.resume=must"], ["checkpoint.init_from = hf", "checkpoint.resume = must"]),
+        (["checkpoint.init_from=hf", "checkpoint.resume=7"], ["checkpoint.init_from = hf", "checkpoint.resume = 7"]),
+        # names and Slurm
+        (["run.name=a/b"], ["run.name = a/b", "run.dir"]),
+        (["run.name=.."], ["run.name = ..", "run.dir"]),
+        (["run.dir="], ["run.dir is empty"]),
+        (["launch.slurm.time_limit=86400"], ["launch.slurm.time_limit = 86400", "24:00:00"]),
+        (["launch.slurm.extra=[exclusive]"], ["launch.slurm.extra has exclusive", "--name=value"]),
+    ],
+)  # fmt: skip
+def test_refused(overrides: list[str], says: list[str]):
+    line = refusal(*overrides)
+    assert [s for s in says if s not in line] == [], line
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["parallel.tp=2", "parallel.sequence_parallel=true"],
+        ["model.position_embedding=learned"],
+        ["train.seq_len=64"],  # rope has no table; the plan notes it
+        ["model.hidden_size=72", "model.position_embedding=learned"],  # an odd head width
+        ["parallel.pp=8", "model.num_layers=8"],  # fewer micro-batches than stages: slow, not wrong; the plan notes it
+        ["optim.warmup_steps=9"],
+        ["optim.warmup_steps=9", "optim.decay_steps=20"],
+        ["optim.schedule=wsd", "optim.warmup_steps=5", "optim.wsd_decay_steps=5"],
+        ["optim.schedule=constant"],
+        ["train.eval_interval=5"],
+        ["data.mock=false", "run.dry_run=true"],
+        ["data.mock=false", "data.path=[a,b]", "data.weights=[1,0.5]", "data.split=1"],
+        ["data.mock=false", "data.path=[a]", "data.valid_path=[b]", "data.split=1", "train.eval_interval=5"],
+        ["checkpoint.init_from=hf"],
+        ["checkpoint.init_from=hf", "checkpoint.resume=never"],
+        ["cluster.gpus_per_node=1", "parallel.tp=2", "cluster.nodes=2", "parallel.allow_tp_across_nodes=true"],
+        ["cluster.gpus_per_node=8", "parallel.dp=4"],  # half of the node; the plan notes it
+        ["launch.slurm.time_limit=2-12:00:00", "launch.slurm.extra=[--exclusive,'--mem=0']"],
+    ],
+)
+def test_accepted(overrides: list[str]):
+    tiny(*overrides)
+
+
+def test_tokens_are_rounded_up_to_whole_steps():
+    per_step = 8 * 32
+    for tokens, steps in ((1, 1), (per_step, 1), (per_step + 1, 2), (10 * per_step, 10)):
+        assert rules.total_steps(tiny("train.steps=null", f"train.tokens={tokens}")) == steps
+    assert rules.total_steps(tiny()) == 10
+
+
+def test_resolve_fills_dp_and_changes_nothing_else():
+    cfg = tiny("parallel.tp=2")
+    out = rules.resolve(cfg, 8)
+    assert out.parallel.dp == 4 and cfg.parallel.dp is None
+    cfg.parallel.dp = 4
+    assert out == cfg
+    assert rules.resolve(out, 8) == out
+
+
+def test_resolve_refuses_what_does_not_fit_the_world():
+    for overrides, world, says in (
+        (["parallel.dp=2"], 4, ["parallel.dp = 2", "2 ranks", "there are 4", "start 2 ranks", "parallel.dp=4"]),
+        (["parallel.pp=2", "parallel.tp=2"], 6, ["6 ranks", "pp 2 x tp 2 = 4", "start 4 or 8 ranks"]),
+        (["parallel.pp=2", "parallel.tp=2"], 1, ["1 ranks", "start 4 ranks"]),
+        ([], 3, ["train.global_batch_size = 8", "parallel.dp = 3 = 6", "use 6 or 12"]),
+    ):
+        with pytest.raises(Refused) as caught:
+            rules.resolve(tiny(*overrides), world)
+        assert [s for s in says if s not in str(caught.value)] == [], caught.value
+
+
+def test_the_world_a_recipe_asks_for():
+    assert rules.planned_world(tiny("parallel.tp=2")) == 2
+    assert rules.planned_world(tiny("parallel.tp=2", "parallel.dp=4")) == 8
+    cluster = ["cluster.nodes=2", "cluster.gpus_per_node=2"]
+    assert rules.planned_world(tiny(*cluster)) == 4
+    assert rules.planned_world(tiny(*cluster, "parallel.dp=2")) == 2
+    assert rules.cluster_world(tiny()) is None
+
+
+def test_check_is_made_on_a_config_object_too():
+    cfg: Config = tiny()
+    cfg.parallel.tp = 4
+    with pytest.raises(Refused, match="valid tp 1, 2"):
+        rules.check(cfg)

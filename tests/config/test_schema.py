@@ -1,0 +1,116 @@
+"""Every key has a doc, a default that its own rules accept, and a range or a list of words that really refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+
+import pytest
+
+from megakit.config import keys
+from megakit.config.keys import MISSING, schema_keys
+from megakit.config.ranges import CHOICES, FREE_TEXT, NOT_BUILT, RANGES
+from megakit.config.schema import Config
+from megakit.config.typed import leaves, replace, to_tree
+from tests.config.tiny import TINY, refusal, tiny
+
+KEYS = list(schema_keys().values())
+
+
+def scalars(key: keys.Key) -> set[type]:
+    """The plain types in a key's type."""
+    out: set[type] = set()
+    for option in keys.options(key.hint):
+        out |= set(typing.get_args(option)) if typing.get_origin(option) is list else {option}
+    return out - {type(None)}
+
+
+@pytest.mark.parametrize("key", KEYS, ids=lambda k: k.name)
+def test_every_key_is_documented(key: keys.Key):
+    assert len(key.doc) > 5 and key.doc.endswith((".", ".)", '."'))
+    for word in CHOICES.get(key.name, ()):
+        assert word in key.doc, f"{word} is not in the doc of {key.name}"
+    if key.name in NOT_BUILT:
+        assert "built" in key.doc or key.name in ("parallel.zero", "train.precision", "ops.backend")
+
+
+@pytest.mark.parametrize("key", KEYS, ids=lambda k: k.name)
+def test_every_number_has_a_range_and_every_text_is_free_or_of_a_list(key: keys.Key):
+    types = scalars(key)
+    assert types <= {int, float, bool, str}
+    assert (key.name in RANGES) == bool(types & {int, float})
+    assert (key.name in CHOICES) + (key.name in FREE_TEXT) == (str in types)
+
+
+def test_the_tables_name_only_keys_of_the_schema():
+    assert {*RANGES, *CHOICES, *FREE_TEXT, *NOT_BUILT} <= set(schema_keys())
+    assert set(keys._ELSEWHERE.values()) <= set(schema_keys())
+
+
+@pytest.mark.parametrize("name", RANGES)
+def test_numbers_out_of_range_are_refused(name: str):
+    key, span = schema_keys()[name], RANGES[name]
+    outside = [span.low if span.open_low else span.low - 1]
+    outside += [] if span.high is None else [span.high if span.open_high else span.high + 1]
+    for value in outside:
+        listed = f"[{value}]" if "list" in key.type_name else str(value)
+        line = refusal(f"{name}={listed}")
+        assert f"{name} = {float(value) if int not in scalars(key) else value} " in line
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_words_not_in_the_list_are_refused(name: str):
+    line = refusal(f"{name}=zzz")
+    assert f"{name} = zzz is not one of " in line and all(word in line for word in CHOICES[name])
+
+
+@pytest.mark.parametrize(
+    ("override", "instead"),
+    [
+        ("parallel.cp=2", "1"),
+        ("parallel.cp=100", "1"),
+        ("parallel.virtual_stages=2", "1"),
+        ("parallel.schedule=zb_h1", "1f1b"),
+        ("parallel.zero=2", "1"),
+        ("parallel.zero=3", "1"),
+        ("train.precision=fp16", "bf16 or fp32"),
+        ("ops.backend=te", "torch"),
+        ("data.isolate_documents=true", "false"),
+        ("checkpoint.async=true", "false"),
+    ],
+)
+def test_what_is_not_built_is_refused_as_such(override: str, instead: str):
+    name, value = override.split("=")
+    assert refusal(override) == f"{name} = {value} is not built yet: use {instead}"
+
+
+def test_defaults_pass_their_own_rules():
+    given = {override.split("=")[0] for override in TINY}
+    values = leaves(tiny())
+    for key in KEYS:
+        if key.default != MISSING and key.name not in given:
+            assert values[key.name] == key.default
+
+
+def test_the_tree_has_the_names_that_recipes_use():
+    tree = to_tree(tiny())
+    assert tree["checkpoint"]["async"] is False and "async_save" not in tree["checkpoint"]
+    assert list(tree) == [f.name for f in dataclasses.fields(Config)]
+
+
+def test_replace_changes_one_key_of_a_copy():
+    cfg = tiny()
+    assert replace(cfg, {"launch.slurm.partition": "gpu"}).launch.slurm.partition == "gpu"
+    assert cfg.launch.slurm.partition is None
+    with pytest.raises(KeyError):
+        replace(cfg, {"train.lrr": 1})
+
+
+def test_type_names():
+    names = {key.name: key.type_name for key in KEYS}
+    assert names["train.steps"] == "a whole number or null"
+    assert names["optim.lr"] == "a number"
+    assert names["data.path"] == "a list of text"
+    assert names["data.weights"] == "a list of numbers or null"
+    assert names["parallel.layers_per_stage"] == "a list of whole numbers or null"
+    assert names["checkpoint.resume"] == "a whole number or text"
