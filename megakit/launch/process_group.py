@@ -1,0 +1,48 @@
+"""The torch process group of a rank: made, and taken down without ever hanging on a peer that is gone."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megakit.config.schema import Config
+from megakit.launch.devices import device_index, threads_per_rank, visible_gpus, wants_cuda
+from megakit.launch.env import Ranks
+
+
+def init(cfg: Config, ranks: Ranks) -> tuple[torch.device, timedelta]:
+    """Threads, device and the world's process group of this rank; one is made for a single process too.
+
+    Returns the device, and the timeout that every further group must be given. Raises Refused where the rank has no GPU.
+    """
+    # before any OpenMP work: a forked child hangs otherwise
+    torch.set_num_threads(threads_per_rank(cfg.launch.threads_per_rank, ranks, os.environ))
+    gpus, timeout = visible_gpus(os.environ), timedelta(seconds=cfg.launch.timeout_s)
+    device, backend = torch.device("cpu"), "gloo"
+    if wants_cuda(cfg.launch.device, gpus):
+        device, backend = torch.device("cuda", device_index(ranks.local_rank, gpus)), "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(device)
+    address: str | None = "env://"  # torchrun's: the store that its agent hosts
+    store: dist.Store | None = None
+    if ranks.launcher != "torchrun":
+        address, store = f"tcp://{ranks.master_addr}:{ranks.master_port}", None
+    if ranks.store is not None:
+        address, store = None, dist.FileStore(ranks.store, ranks.world)
+    elif ranks.world == 1:
+        address, store = None, dist.HashStore()
+    dist.init_process_group(backend, address, timeout, ranks.world, ranks.rank, store)
+    return device, timeout
+
+
+def destroy(ok: bool) -> None:
+    """Take the process group down; call it last, on every rank.
+
+    When all is well the ranks wait for one another first: one that leaves early makes gloo abort in the others. When not,
+    nothing is done that could wait for a peer: the process is about to end, and its sockets with it.
+    """
+    if dist.is_initialized() and (ok or dist.get_world_size() == 1):
+        dist.all_reduce(torch.zeros(1))  # a barrier over gloo, also on GPUs
+        dist.destroy_process_group()
