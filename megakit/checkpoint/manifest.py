@@ -156,9 +156,9 @@ def steps(root: Path) -> list[int]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write and sync. NaN and infinity are refused with ValueError: they are not JSON."""
+    """Write and sync."""
     with open(path, "w", encoding="utf-8") as file:
-        json.dump(value, file, indent=1, allow_nan=False)
+        json.dump(value, file, indent=1)
         file.write("\n")
         file.flush()
         os.fsync(file.fileno())

@@ -7,7 +7,7 @@ import os
 import shutil
 import time
 import uuid
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +22,15 @@ from megakit.checkpoint.manifest import (
     read_manifest,
     steps,
 )
-from megakit.config.schema import Config, ModelConfig
+from megakit.config.schema import Config
 from megakit.errors import Refused
 from megakit.parallel.comm import Comm
+from model_zoo.family import differences
 
 log = logging.getLogger(__name__)
 
 VISIBLE_WITHIN_S = 10.0
 """A network filesystem may show another node's new file late."""
-
-_NO_BEARING = {"make_vocab_size_divisible_by", "hidden_dropout", "attention_dropout", "init_method_std"}
-"""Fields of the model that may differ: they change neither what the weights mean nor their shapes."""
 
 
 @dataclass(frozen=True)
@@ -199,18 +197,6 @@ def _appears(path: Path) -> bool:
     return True
 
 
-def model_differences(theirs: dict[str, Any], model: ModelConfig) -> list[tuple[str, Any, Any]]:
-    """(field, in `theirs`, in `model`) of each model field that differs and matters to the meaning or shape of the
-    weights. For rotary models max_position_embeddings doesn't: they have no table of positions."""
-    out = []
-    for f in fields(ModelConfig):
-        ours = getattr(model, f.name)
-        unused = f.name == "max_position_embeddings" and model.position_embedding == "rope"
-        if f.name not in _NO_BEARING and not unused and f.name in theirs and theirs[f.name] != ours:
-            out.append((f.name, theirs[f.name], ours))
-    return out
-
-
 def check_model(
     manifest: dict[str, Any], cfg: Config, data: dict[str, Any] | None = None, tokenizer: str | None = None
 ) -> list[str]:
@@ -220,7 +206,7 @@ def check_model(
     Raises Refused listing every model field that differs, with both values; or if the tokenizer is another one. Other
     data, another grid, ZeRO stage, precision or batch are allowed; other data is an alert.
     """
-    different = model_differences(manifest["config"]["model"], cfg.model)
+    different = differences(manifest["config"]["model"], cfg.model)
     if different:
         listed = ", ".join(f"model.{name}: {theirs} in the checkpoint, {ours} in the recipe" for name, theirs, ours in different)
         raise Refused(

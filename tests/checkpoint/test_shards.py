@@ -50,6 +50,8 @@ def test_vocabulary_padding_is_not_saved(pools, tmp_path):
     cfg = llama(vocab_size=151_669, hidden_size=8, ffn_hidden_size=8, num_layers=1, num_query_groups=8)
     assert parameter_count(cfg) == 2 * 151_669 * 8 + 2 * 8 + 4 * 64 + 3 * 64 + 8
     check(pools, tmp_path, cfg, (Grid(tp=4), 0), [(TP2, 0), (Grid(), 0)])
+    written = sum(p.stat().st_size for p in (tmp_path / "step_00000005").glob("*.distcp"))
+    assert 1 <= written / (3 * 4 * parameter_count(cfg)) < 1.01  # and of the flat buffers, no more than the boxes
     name = "master.embedding.word.weight"
     assert torch.equal(read_full(tmp_path / "step_00000005", [name])[name], full(name, (151_669, 8)))
 

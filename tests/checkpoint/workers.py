@@ -16,8 +16,10 @@ import torch
 import torch.distributed as dist
 
 from megakit.checkpoint import store
+from megakit.checkpoint.hf import HfSource
 from megakit.checkpoint.shards import Boxes
 from megakit.config.schema import Config
+from megakit.data.tokenizer import load_tokenizer
 from megakit.errors import Stop
 from megakit.parallel.comm import Comm
 from megakit.parallel.grid import Grid, ParallelState
@@ -48,6 +50,18 @@ def save_layout(cfg: Config, grid: Grid, zero: int, root: Path) -> None:
     c = comm(grid)
     boxes = fill(rank_boxes(cfg, grid, c.state.rank, zero, saving=True))
     store.save(root, 5, boxes, {"step": 5}, INFO, c, keep=0)
+
+
+def save_weights_of(folder: Path, cfg: Config, root: Path, grid: Grid, tokenizer: Path | None) -> None:
+    """Each rank's boxes, flat ranges with dp, from a Hugging Face folder."""
+    c, source = comm(grid), HfSource(folder, cfg)
+    boxes = rank_boxes(cfg, grid, c.state.rank, 1, saving=True)
+    for name, (_, held) in boxes.items():
+        for start, tensor in held:
+            tensor.copy_(source.read(name.split(".", 1)[1], start, tuple(tensor.shape)))
+    cfg.data.tokenizer = str(tokenizer) if tokenizer else None
+    info = store.run_info(cfg, consumed_samples=40, tokenizer=load_tokenizer(tokenizer) if tokenizer else None)
+    store.save(root, 10, boxes, {"step": 10}, info, c, keep=0)
 
 
 def load_layout(cfg: Config, grid: Grid, zero: int, path: Path) -> list[str]:

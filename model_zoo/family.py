@@ -1,0 +1,156 @@
+"""What a model family is: its Hugging Face configuration both ways, and a map of tensor names. Data, no torch."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
+
+from megakit.config.schema import Config, ModelConfig
+from megakit.errors import Refused
+from megakit.modeling.layout import head_dim, split_layers, stage_params
+
+NO_BEARING = frozenset({"make_vocab_size_divisible_by", "hidden_dropout", "attention_dropout", "init_method_std"})
+"""Fields of the model that change neither the shapes of the weights nor what they mean."""
+
+
+_TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
+
+
+class Part(NamedTuple):
+    """A Hugging Face tensor that makes a range of rows of one of ours."""
+
+    name: str
+    start: int
+    """First row in our tensor."""
+    rows: int
+    transposed: bool
+    """Stored as [in, out]."""
+
+    def hf_shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the Hugging Face tensor, for our whole tensor's shape."""
+        return (*ours[1:], self.rows) if self.transposed else (self.rows, *ours[1:])
+
+
+class Mapped(NamedTuple):
+    """One of our global tensors and the parts that it is made of, in order of rows."""
+
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family of models."""
+
+    name: str
+    """model.family, and Hugging Face's model_type."""
+    architecture: str
+    """Hugging Face's class."""
+    prefix: str
+    """Before each name but the output head's; folders saved from the bare model lack it."""
+    modules: dict[str, tuple[str, ...]]
+    """Our module -> Hugging Face's modules, stacked by rows; N stands for the layer."""
+    transposed: frozenset[str]
+    """Our modules whose weight Hugging Face stores as [in, out]."""
+    ignored: tuple[str, ...]
+    """Patterns of tensors that carry nothing: buffers that old folders hold."""
+    read_config: Callable[[dict[str, Any]], ModelConfig] = field(repr=False)
+    """From the content of config.json, unchecked types; use `from_hf`."""
+    write_config: Callable[[ModelConfig], dict[str, Any]] = field(repr=False)
+    """To the content of config.json, without what `config_json` adds."""
+
+    def from_hf(self, config: dict[str, Any]) -> ModelConfig:
+        """The model that a config.json describes. Raises Refused naming what our decoder doesn't have, or a value that
+        is missing or of the wrong type."""
+        if config.get("model_type") != self.name:
+            raise Refused(f"config.json has model_type = {config.get('model_type')}, model.family is {self.name}")
+        model = self.read_config(config)
+        for f in fields(model):
+            value = getattr(model, f.name)
+            if not isinstance(value, _TYPES[str(f.type)]) or (isinstance(value, bool) and f.type != "bool"):
+                raise Refused(f"config.json gives model.{f.name} = {value!r}, which is no {f.type}")
+        return model
+
+    def tensors(self, model: ModelConfig) -> dict[str, Mapped]:
+        """Every global tensor of the model and what it is called in Hugging Face files."""
+        (stage,) = split_layers(model.num_layers, 1)
+        params = stage_params(Config(model=model), stage, 1, 0)
+        return {name: self._mapped(model, name, p.shard.shape) for name, p in params.items()}
+
+    def _mapped(self, model: ModelConfig, name: str, shape: tuple[int, ...]) -> Mapped:
+        module, _, kind = name.rpartition(".")
+        layer = re.search(r"\d+", module)
+        generic = re.sub(r"\d+", "N", module)
+        if generic not in self.modules:
+            raise Refused(f"{self.architecture} has nothing for {name} (model.family = {self.name})")
+        theirs = self.modules[generic]
+        rows = _split_rows(model, generic, shape[0], len(theirs))
+        transposed = kind == "weight" and generic in self.transposed
+        parts, at = [], 0
+        for their, n in zip(theirs, rows, strict=True):
+            full = their.replace("N", layer[0]) if layer else their
+            parts.append(Part(f"{full}.{kind}", at, n, transposed))
+            at += n
+        return Mapped(shape, tuple(parts))
+
+    def config_json(self, model: ModelConfig, dtype: str, bos: int | None, eos: int | None, pad: int | None) -> dict[str, Any]:
+        """The content of config.json; `dtype` as torch names it. Ids that the tokenizer lacks are null, for
+        transformers' defaults are those of other tokenizers.
+
+        Raises Refused listing the fields of the model that the family can't state.
+        """
+        config = self.write_config(model)
+        lost = differences(vars(self.read_config(config)), model)
+        if lost:
+            listed = ", ".join(f"model.{name} = {ours}, {self.architecture} means {theirs}" for name, theirs, ours in lost)
+            raise Refused(f"the model is no {self.architecture} ({listed}): change model.family or these fields")
+        return {
+            "architectures": [self.architecture],
+            "model_type": self.name,
+            **config,
+            "bos_token_id": bos,
+            "eos_token_id": eos,
+            "pad_token_id": pad,
+            "torch_dtype": dtype,
+            "dtype": dtype,  # its name since transformers 5
+        }
+
+
+def _split_rows(model: ModelConfig, module: str, rows: int, parts: int) -> list[int]:
+    if module.endswith("attention.qkv") and parts == 3:
+        kv = model.num_query_groups * head_dim(model)
+        return [rows - 2 * kv, kv, kv]
+    return [rows // parts] * parts
+
+
+def differences(theirs: dict[str, Any], model: ModelConfig) -> list[tuple[str, Any, Any]]:
+    """(field, in `theirs`, in `model`) of each model field that differs and matters to the shapes or the meaning of
+    the weights. A rotary model has no table of positions: its max_position_embeddings doesn't."""
+    out = []
+    for f in fields(ModelConfig):
+        unused = f.name == "max_position_embeddings" and model.position_embedding == "rope"
+        if f.name in NO_BEARING or unused or f.name not in theirs:
+            continue
+        ours = getattr(model, f.name)
+        same = math.isclose(theirs[f.name], ours, rel_tol=1e-9) if isinstance(ours, float) else theirs[f.name] == ours
+        if not same:
+            out.append((f.name, theirs[f.name], ours))
+    return out
+
+
+def need(config: dict[str, Any], wanted: dict[str, Any], architecture: str) -> None:
+    """Refuse a config.json whose value of a key, where it is given, is not the only one that our decoder has."""
+    for key, value in wanted.items():
+        if config.get(key, value) not in (value, None):
+            raise Refused(f"config.json has {key} = {config[key]}, megakit's {architecture} has {value} only")
+
+
+def required(config: dict[str, Any], *keys: str) -> list[Any]:
+    """Values that config.json must have. Raises Refused naming the missing one."""
+    for key in keys:
+        if config.get(key) is None:
+            raise Refused(f"config.json has no {key}")
+    return [config[key] for key in keys]

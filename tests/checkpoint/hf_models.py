@@ -1,0 +1,83 @@
+"""Tiny random models of transformers, and our boxes read from their folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
+
+from megakit.checkpoint.hf import HfSource
+from megakit.config.schema import Config
+from megakit.modeling.layout import split_layers, stage_params
+from tests.checkpoint import layouts
+
+disable_progress_bar()
+IDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+
+
+def llama(heads: int = 8, kv: int = 2, tie: bool = False, dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, Config]:
+    cfg = layouts.llama(
+        num_attention_heads=heads, num_query_groups=kv, hidden_size=8 * heads, num_layers=2, tie_embeddings=tie, norm_epsilon=1e-6
+    )
+    config = LlamaConfig(
+        vocab_size=101,
+        hidden_size=8 * heads,
+        intermediate_size=176,
+        num_hidden_layers=2,
+        num_attention_heads=heads,
+        num_key_value_heads=kv,
+        max_position_embeddings=32,
+        rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+        tie_word_embeddings=tie,
+        **IDS,
+    )
+    return randomised(LlamaForCausalLM(config), dtype), cfg
+
+
+def gpt2(tie: bool = True, dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, Config]:
+    cfg = layouts.gpt2(tie_embeddings=tie, hidden_size=40, ffn_hidden_size=160, num_attention_heads=4, num_query_groups=4)
+    config = GPT2Config(vocab_size=101, n_positions=34, n_embd=40, n_layer=3, n_head=4, tie_word_embeddings=tie, **IDS)
+    return randomised(GPT2LMHeadModel(config), dtype), cfg
+
+
+def randomised(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """Every value random, so that no norm or bias can be lost unseen."""
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator) * 0.1)
+    return model.to(dtype).eval()
+
+
+def write(model: PreTrainedModel, folder: Path, shard: str = "1GB") -> Path:
+    model.save_pretrained(folder, max_shard_size=shard)
+    return folder
+
+
+def files(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a folder. Each name may be in one file only."""
+    out: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        for name, tensor in load_file(path).items():
+            assert name not in out, f"{name} is in two files"
+            out[name] = tensor
+    return out
+
+
+def whole(source: HfSource, cfg: Config, tp: int) -> dict[str, torch.Tensor]:
+    """Our global tensors, put together from the boxes that `tp` ranks read. Rows that no rank reads stay NaN."""
+    (stage,) = split_layers(cfg.model.num_layers, 1)
+    out: dict[str, torch.Tensor] = {}
+    for rank in range(tp):
+        for name, param in stage_params(cfg, stage, tp, rank).items():
+            target = out.setdefault(name, torch.full(param.shard.shape, torch.nan))
+            for start, size, _ in param.shard.boxes:
+                target[tuple(slice(s, s + n) for s, n in zip(start, size))] = source.read(name, start, size)
+    return out
+
+
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))

@@ -1,0 +1,304 @@
+"""Weights from Hugging Face folders and back, against transformers."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from megakit.checkpoint.hf import HfSource, export
+from megakit.errors import Refused
+from tests.checkpoint import hf_models, layouts
+from tests.checkpoint.hf_models import files, same_bytes, whole, write
+
+SHAPES = [(8, 2), (6, 2), (8, 4), (8, 8), (8, 1)]
+"""CV1: the known wrong layouts are invisible at (4, 2), (16, 4) and (64, 8)."""
+MODELS = {"llama": hf_models.llama, "gpt2": hf_models.gpt2}
+
+
+def round_trip(source_folder, out, cfg, dtype, tp=1, shard=10**9):
+    tensors = whole(HfSource(source_folder, cfg), cfg, tp)
+    export(lambda name: tensors[name], cfg, out, dtype, shard, None)
+    return tensors
+
+
+@pytest.mark.parametrize(("heads", "kv", "tp"), [(h, kv, tp) for h, kv in SHAPES for tp in (1, 2) if kv % tp == 0])
+def test_llama_round_trip(tmp_path, heads, kv, tp):
+    """CV1: every byte comes back, and fused tensors are q | k | v and gate | up."""
+    model, cfg = hf_models.llama(heads, kv, dtype=torch.bfloat16)
+    ours = round_trip(write(model, tmp_path / "in"), tmp_path / "out", cfg, torch.bfloat16, tp)
+    before, after = files(tmp_path / "in"), files(tmp_path / "out")
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert same_bytes(tensor, after[name]), name
+    theirs = model.state_dict()
+    attention = "model.layers.1.self_attn"
+    fused = torch.cat([theirs[f"{attention}.{x}_proj.weight"] for x in "qkv"]).float()
+    assert torch.equal(ours["layers.1.attention.qkv.weight"], fused)
+    mlp = torch.cat([theirs[f"model.layers.1.mlp.{x}_proj.weight"] for x in ("gate", "up")]).float()
+    assert torch.equal(ours["layers.1.mlp.up.weight"], mlp)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tie", [True, False])
+def test_gpt2_round_trip(tmp_path, tie, tp):
+    model, cfg = hf_models.gpt2(tie)
+    ours = round_trip(write(model, tmp_path / "in"), tmp_path / "out", cfg, torch.float32, tp)
+    before, after = files(tmp_path / "in"), files(tmp_path / "out")
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert same_bytes(tensor, after[name]), name
+    theirs = model.state_dict()
+    for layer in range(3):
+        for name, hf in (("attention.qkv", "attn.c_attn"), ("attention.out", "attn.c_proj"), ("mlp.down", "mlp.c_proj")):
+            assert torch.equal(ours[f"layers.{layer}.{name}.weight"], theirs[f"transformer.h.{layer}.{hf}.weight"].T)
+            assert torch.equal(ours[f"layers.{layer}.{name}.bias"], theirs[f"transformer.h.{layer}.{hf}.bias"])
+
+
+@pytest.mark.parametrize(("family", "tie"), [("llama", False), ("llama", True), ("gpt2", True), ("gpt2", False)])
+def test_transformers_loads_the_export(tmp_path, family, tie):
+    """The same logits, with no weight newly made or left over."""
+    model, cfg = MODELS[family](tie=tie)
+    round_trip(write(model, tmp_path / "in"), tmp_path / "out", cfg, torch.float32)
+    again, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    assert type(again) is type(model) and again.config.tie_word_embeddings == tie and again.dtype == torch.float32
+    ids = torch.randint(0, 101, (2, 32), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        assert torch.equal(again(ids).logits, model(ids).logits)
+
+
+def test_tied(tmp_path):
+    """CV4: no lm_head in, none out, and the configuration says so; one that older folders hold anyway does no harm."""
+    model, cfg = hf_models.llama(tie=True)
+    write(model, tmp_path / "in")
+    assert "lm_head.weight" not in files(tmp_path / "in")
+    round_trip(tmp_path / "in", tmp_path / "out", cfg, torch.float32)
+    assert "lm_head.weight" not in files(tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is True
+    first, second = whole(HfSource(tmp_path / "in", cfg), cfg, 1), whole(HfSource(tmp_path / "out", cfg), cfg, 1)
+    assert first.keys() == second.keys() and all(torch.equal(first[n], second[n]) for n in first)
+    tensors = files(tmp_path / "in")
+    save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, tmp_path / "in" / "model.safetensors")
+    HfSource(tmp_path / "in", cfg)
+
+
+def test_untied(tmp_path):
+    """CV4: the head is another tensor than the embedding and survives; without it nothing is silently tied."""
+    model, cfg = hf_models.llama()
+    write(model, tmp_path / "in")
+    ours = round_trip(tmp_path / "in", tmp_path / "out", cfg, torch.float32)
+    assert not torch.equal(ours["output.weight"], ours["embedding.word.weight"])
+    assert torch.equal(files(tmp_path / "out")["lm_head.weight"], model.lm_head.weight)
+    tensors = files(tmp_path / "in")
+    del tensors["lm_head.weight"]
+    save_file(tensors, tmp_path / "in" / "model.safetensors")
+    with pytest.raises(Refused, match=r"has no tensor lm_head\.weight, .*not tied to the embedding"):
+        HfSource(tmp_path / "in", cfg)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_vocabulary_padding_does_not_leak(tmp_path, tp):
+    """CV5: 101 rows, whatever the ranks pad to."""
+    model, cfg = hf_models.llama()
+    assert cfg.model.make_vocab_size_divisible_by == 128
+    ours = round_trip(write(model, tmp_path / "in"), tmp_path / "out", cfg, torch.bfloat16, tp)
+    assert not any(t.isnan().any() for t in ours.values())
+    out = files(tmp_path / "out")
+    assert out["lm_head.weight"].shape == out["model.embed_tokens.weight"].shape == (101, 64)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == 101
+
+
+def test_any_box(tmp_path):
+    """Boxes that cross the borders of q, k, v and of gate and up, parts of rows, and single elements."""
+    dice = random.Random(5)
+    for family in ("llama", "gpt2"):
+        model, cfg = MODELS[family]()
+        source = HfSource(write(model, tmp_path / family), cfg)
+        for name, tensor in whole(source, cfg, 1).items():
+            for _ in range(10):
+                start = tuple(dice.randrange(n) for n in tensor.shape)
+                size = tuple(dice.randint(0, n - s) for s, n in zip(start, tensor.shape))
+                box = source.read(name, start, size)
+                assert box.dtype == torch.float32 and box.is_contiguous()
+                assert torch.equal(box, tensor[tuple(slice(s, s + n) for s, n in zip(start, size))]), (name, start, size)
+    with pytest.raises(ValueError, match="not inside"):
+        source.read("final_norm.weight", (1,), (40,))
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
+def test_dtypes(tmp_path, stored):
+    model, cfg = hf_models.llama(dtype=stored)
+    source = HfSource(write(model, tmp_path / "in"), cfg)
+    assert torch.equal(source.read("output.weight", (0, 0), (101, 64)), model.lm_head.weight.float())
+
+
+def test_folders_of_the_bare_model(tmp_path):
+    """As the original GPT-2's: names without the prefix, and the causal mask as a buffer."""
+    model, cfg = hf_models.gpt2()
+    full = whole(HfSource(write(model, tmp_path / "full"), cfg), cfg, 1)
+    write(model.transformer, tmp_path / "bare")
+    path = tmp_path / "bare" / "model.safetensors"
+    tensors = {**load_file(path), "h.0.attn.bias": torch.ones(1, 1, 34, 34), "h.1.attn.masked_bias": torch.ones(1)}
+    assert "wte.weight" in tensors
+    save_file(tensors, path)
+    bare = whole(HfSource(tmp_path / "bare", cfg), cfg, 1)
+    assert all(torch.equal(full[n], bare[n]) for n in full)
+
+
+def exported(tmp_path, dtype=torch.bfloat16, limit=100_000):
+    model, cfg = hf_models.llama(dtype=dtype)
+    round_trip(write(model, tmp_path / "in"), tmp_path / "out", cfg, dtype, shard=limit)
+    return tmp_path / "out", cfg
+
+
+def test_shards(tmp_path):
+    """CV6: each tensor in one shard, the index tells the truth, and the dtype is the one that is stated."""
+    out, cfg = exported(tmp_path)
+    shards = sorted(out.glob("*.safetensors"))
+    assert len(shards) >= 3
+    assert [p.name for p in shards] == [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    tensors = files(out)  # fails on a name in two files
+    assert tensors.keys() == files(tmp_path / "in").keys() == index["weight_map"].keys()
+    assert index["metadata"]["total_size"] == sum(t.numel() * 2 for t in tensors.values())
+    for path in shards:
+        held = load_file(path)
+        assert all(index["weight_map"][name] == path.name for name in held)
+        assert sum(t.nbytes for t in held.values()) <= 100_000
+    config = json.loads((out / "config.json").read_text())
+    assert config["torch_dtype"] == config["dtype"] == "bfloat16"
+    assert {t.dtype for t in tensors.values()} == {torch.bfloat16}
+    assert AutoModelForCausalLM.from_pretrained(out).dtype == torch.bfloat16
+    assert all(torch.equal(t, files(tmp_path / "in")[n]) for n, t in files(out).items())
+    HfSource(out, cfg)
+
+
+def test_a_tensor_larger_than_a_shard(tmp_path):
+    out, _ = exported(tmp_path, limit=1)
+    assert len(list(out.glob("*.safetensors"))) == len(files(out)) == len(files(tmp_path / "in"))
+
+
+def test_one_shard_has_no_index(tmp_path):
+    out, _ = exported(tmp_path, torch.float32, 10**9)
+    assert sorted(p.name for p in out.iterdir()) == ["config.json", "generation_config.json", "model.safetensors"]
+    config = json.loads((out / "config.json").read_text())
+    assert config["torch_dtype"] == "float32" and config["bos_token_id"] is None and config["eos_token_id"] is None
+
+
+def damaged(out, what):
+    second = sorted(out.glob("*.safetensors"))[1]
+    index = out / "model.safetensors.index.json"
+    if what == "missing shard":
+        second.unlink()
+    if what == "truncated shard":
+        os.truncate(second, second.stat().st_size - 10)
+    if what == "empty shard":
+        second.write_bytes(b"")
+    if what == "tensor not where the index says":
+        save_file({"other": torch.zeros(1)}, second)
+    if what == "tensor in no shard":
+        entries = json.loads(index.read_text())
+        last = out / entries["weight_map"].pop("model.norm.weight")
+        held = load_file(last)
+        del held["model.norm.weight"]
+        save_file(held, last)
+        index.write_text(json.dumps(entries))
+    if what in ("wrong shape", "wrong dtype", "surplus"):
+        entries = json.loads(index.read_text())
+        path = out / entries["weight_map"]["model.embed_tokens.weight"]
+        held = load_file(path)
+        if what == "surplus":
+            held["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(64)
+        else:
+            rows, dtype = (103, torch.bfloat16) if what == "wrong shape" else (101, torch.int8)
+            held["model.embed_tokens.weight"] = torch.zeros(rows, 64, dtype=dtype)
+        save_file(held, path)
+    if what == "no index":
+        index.unlink()
+    if what == "broken index":
+        index.write_text(index.read_text()[:-20])
+    if what == "no config":
+        (out / "config.json").unlink()
+    return second.name
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("missing shard", "{second} is missing, and model.safetensors.index.json lists it"),
+        ("truncated shard", "{second} can't be read"),
+        ("empty shard", "{second} can't be read"),
+        ("tensor not where the index says", "is in {second}, which doesn't have it"),
+        ("tensor in no shard", "has no tensor model.norm.weight"),
+        ("wrong shape", "model.embed_tokens.weight is [103, 64], config.json makes it [101, 64]"),
+        ("wrong dtype", "model.embed_tokens.weight has dtype I8"),
+        ("surplus", "has model.layers.0.self_attn.q_proj.bias, for which a LlamaForCausalLM has no place"),
+        ("no index", "has neither model.safetensors nor model.safetensors.index.json"),
+        ("broken index", "model.safetensors.index.json is not JSON"),
+        ("no config", "config.json can't be read: No such file"),
+    ],
+)
+def test_damaged_folders(tmp_path, what, said):
+    """CV6: found before anything is read or trained, by name."""
+    out, cfg = exported(tmp_path)
+    HfSource(out, cfg)
+    second = damaged(out, what)
+    with pytest.raises(Refused) as caught:
+        HfSource(out, cfg)
+    assert said.format(second=second) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_another_model_than_the_recipe(tmp_path):
+    model, cfg = hf_models.llama()
+    write(model, tmp_path / "in")
+    cfg.model.num_layers, cfg.model.rotary_base, cfg.model.hidden_dropout = 3, 1e4, 0.1
+    with pytest.raises(Refused) as caught:
+        HfSource(tmp_path / "in", cfg)
+    said = str(caught.value)
+    assert "(model.num_layers: 2 there, 3 in the recipe, model.rotary_base: 500000.0 there, 10000.0 in the recipe)" in said
+    with pytest.raises(Refused, match=r"config\.json has model_type = llama, model.family is gpt2"):
+        HfSource(tmp_path / "in", layouts.gpt2())
+    with pytest.raises(Refused, match="no such folder"):
+        HfSource(tmp_path / "nowhere", cfg)
+    config = json.loads((tmp_path / "in" / "config.json").read_text())
+    (tmp_path / "in" / "config.json").write_text(json.dumps({**config, "model_type": "mamba"}))
+    with pytest.raises(Refused, match="model_type = mamba, megakit reads llama and gpt2"):
+        HfSource(tmp_path / "in", cfg)
+
+
+def test_pickles_are_refused(tmp_path):
+    model, cfg = hf_models.llama()
+    write(model, tmp_path / "in")
+    shutil.move(tmp_path / "in" / "model.safetensors", tmp_path / "in" / "pytorch_model.bin")
+    with pytest.raises(Refused, match=r"pytorch_model\.bin is a pickle: convert the folder"):
+        HfSource(tmp_path / "in", cfg)
+
+
+def test_nothing_is_half_written(tmp_path):
+    """Neither over an existing folder, nor when the weights end in the middle, nor of a model that can't be stated."""
+    cfg = layouts.llama()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    with pytest.raises(Refused, match="is there already"):
+        export(lambda name: layouts.full(name, (1,)), cfg, tmp_path / "mine", torch.float32, 10**9, None)
+
+    def broken(name):
+        if name.startswith("layers.2"):
+            raise OSError("gone")
+        return layouts.full(name, shapes[name])
+
+    from model_zoo import family
+
+    shapes = {name: mapped.shape for name, mapped in family("llama").tensors(cfg.model).items()}
+    with pytest.raises(OSError, match="gone"):
+        export(broken, cfg, tmp_path / "out", torch.float32, 10_000, None)
+    with pytest.raises(Refused, match=r"no LlamaForCausalLM \(model\.normalization = layernorm, .* means rmsnorm\)"):
+        export(broken, layouts.llama(normalization="layernorm"), tmp_path / "out", torch.float32, 10_000, None)
+    assert [p.name for p in tmp_path.iterdir()] == ["mine"]

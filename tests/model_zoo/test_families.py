@@ -1,0 +1,204 @@
+"""Configurations of Hugging Face both ways, and the name maps."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from megakit.config.schema import ModelConfig
+from megakit.errors import Refused
+from model_zoo import FAMILIES, family
+from model_zoo.family import differences
+from tests.checkpoint.layouts import gpt2, llama
+
+LLAMA2_7B = {
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 4096,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float16",
+    "vocab_size": 32000,
+}
+GPT2_SMALL = {
+    "model_type": "gpt2",
+    "activation_function": "gelu_new",
+    "layer_norm_epsilon": 1e-05,
+    "n_ctx": 1024,
+    "n_embd": 768,
+    "n_head": 12,
+    "n_layer": 12,
+    "n_positions": 1024,
+    "vocab_size": 50257,
+}
+
+
+def test_no_torch():
+    """The planner and every refusal use it."""
+    code = "import sys, model_zoo; model_zoo.family('llama'); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_families():
+    assert set(FAMILIES) == {"llama", "gpt2"} and family("gpt2").name == "gpt2"
+    with pytest.raises(Refused, match="there is no model family bert: use llama or gpt2"):
+        family("bert")
+
+
+def test_known_configurations():
+    m = family("llama").from_hf(LLAMA2_7B)
+    assert (m.num_layers, m.hidden_size, m.ffn_hidden_size, m.num_query_groups, m.norm_epsilon) == (32, 4096, 11008, 32, 1e-5)
+    assert (m.rotary_base, m.tie_embeddings, m.normalization, m.activation) == (10000.0, False, "rmsnorm", "swiglu")
+    m = family("gpt2").from_hf(GPT2_SMALL)
+    assert (m.num_layers, m.hidden_size, m.ffn_hidden_size, m.max_position_embeddings) == (12, 768, 3072, 1024)
+    assert (m.activation, m.tie_embeddings, m.add_bias_linear, m.position_embedding) == ("gelu_tanh", True, True, "learned")
+
+
+@pytest.mark.parametrize(("name", "config"), [("llama", LLAMA2_7B), ("gpt2", GPT2_SMALL)])
+def test_configuration_round_trip(name, config):
+    model = family(name).from_hf(config)
+    written = family(name).config_json(model, "bfloat16", 1, 2, None)
+    assert family(name).from_hf(written) == model
+    assert (written["bos_token_id"], written["eos_token_id"], written["pad_token_id"]) == (1, 2, None)
+    assert written["architectures"] == [family(name).architecture] and written["torch_dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("change", "base"),
+    [
+        ({"rope_theta": 5e5}, 5e5),
+        ({"rope_theta": 500000}, 5e5),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, 5e5),
+        ({"rope_theta": 5e5, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, 5e5),
+        ({"rope_parameters": {"rope_theta": 2e4}, "rope_scaling": {"type": "default"}}, 2e4),
+        ({}, 1e4),
+    ],
+)
+def test_rotary_base(change, base):
+    """Where transformers 4 puts it and where 5 does."""
+    assert family("llama").from_hf({**LLAMA2_7B, **change}).rotary_base == base
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling of type llama3"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling of type linear"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_parameters of type yarn"),
+        ({"rope_parameters": {"rope_type": "foo"}}, "rope_parameters of type foo"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
+        ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}}, "rope_theta twice, as 10000.0 and 500000.0"),
+        ({"attention_bias": True}, "attention_bias = True"),
+        ({"mlp_bias": True}, "mlp_bias = True"),
+        ({"hidden_act": "gelu"}, "hidden_act = gelu"),
+        ({"head_dim": 64}, "head_dim = 64, megakit's LlamaForCausalLM has 128 only"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"vocab_size": None}, "config.json has no vocab_size"),
+        ({"rms_norm_eps": "1e-5"}, "model.norm_epsilon = '1e-5', which is no float"),
+        ({"num_hidden_layers": True}, "model.num_layers = True, which is no int"),
+        ({"model_type": "mistral"}, "model_type = mistral, model.family is llama"),
+    ],
+)
+def test_llama_refusals(change, said):
+    """CV3: what would change the logits is refused, not dropped."""
+    with pytest.raises(Refused) as caught:
+        family("llama").from_hf({**LLAMA2_7B, **change})
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"activation_function": "relu"}, "activation_function = relu"),
+        ({"scale_attn_weights": False}, "scale_attn_weights = False"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
+        ({"add_cross_attention": True}, "add_cross_attention = True"),
+        ({"n_embd": None}, "config.json has no n_embd"),
+    ],
+)
+def test_gpt2_refusals(change, said):
+    with pytest.raises(Refused) as caught:
+        family("gpt2").from_hf({**GPT2_SMALL, **change})
+    assert said in str(caught.value)
+
+
+def test_activations():
+    for theirs, ours in (("gelu_new", "gelu_tanh"), ("gelu_pytorch_tanh", "gelu_tanh"), ("gelu", "gelu")):
+        model = family("gpt2").from_hf({**GPT2_SMALL, "activation_function": theirs, "n_inner": 100})
+        assert model.activation == ours and model.ffn_hidden_size == 100
+        assert family("gpt2").from_hf(family("gpt2").config_json(model, "float32", None, None, None)) == model
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (llama(normalization="layernorm").model, "model.normalization = layernorm, LlamaForCausalLM means rmsnorm"),
+        (llama(position_embedding="learned").model, "model.position_embedding = learned"),
+        (llama(activation="gelu").model, "model.activation = gelu"),
+        (llama(add_bias_linear=True).model, "model.add_bias_linear = True"),
+        (gpt2(num_query_groups=1).model, "model.num_query_groups = 1, GPT2LMHeadModel means 5"),
+        (gpt2(add_bias_linear=False).model, "model.add_bias_linear = False"),
+        (gpt2(position_embedding="rope").model, "model.position_embedding = rope"),
+    ],
+)
+def test_models_that_a_family_cannot_state(model, said):
+    with pytest.raises(Refused) as caught:
+        family(model.family).config_json(model, "float32", None, None, None)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "model", [llama().model, llama(tie_embeddings=True).model, gpt2().model, gpt2(tie_embeddings=False).model]
+)
+def test_every_row_has_one_name(model: ModelConfig):
+    """Parts cover each tensor without gap or overlap, and no Hugging Face name is used twice."""
+    names = []
+    for ours, (shape, parts) in family(model.family).tensors(model).items():
+        at = 0
+        for part in parts:
+            assert part.start == at and part.rows > 0, ours
+            at += part.rows
+            names.append(part.name)
+        assert at == shape[0], ours
+    assert len(names) == len(set(names))
+    assert ("lm_head.weight" in names) == (not model.tie_embeddings)
+    per_layer = 9 if model.family == "llama" else 12
+    others = {"llama": 2, "gpt2": 4}[model.family]
+    assert len(names) == per_layer * model.num_layers + others + (not model.tie_embeddings)
+
+
+def test_parts():
+    model = replace(llama().model, num_query_groups=4)
+    shape, parts = family("llama").tensors(model)["layers.2.attention.qkv.weight"]
+    assert shape == (128, 64)
+    assert [(p.name, p.start, p.rows) for p in parts] == [
+        ("model.layers.2.self_attn.q_proj.weight", 0, 64),
+        ("model.layers.2.self_attn.k_proj.weight", 64, 32),
+        ("model.layers.2.self_attn.v_proj.weight", 96, 32),
+    ]
+    shape, (part,) = family("gpt2").tensors(gpt2().model)["layers.1.attention.qkv.weight"]
+    assert part == ("transformer.h.1.attn.c_attn.weight", 0, 105, True) and part.hf_shape(shape) == (35, 105)
+    shape, (part,) = family("gpt2").tensors(gpt2().model)["layers.1.attention.qkv.bias"]
+    assert part == ("transformer.h.1.attn.c_attn.bias", 0, 105, False) and part.hf_shape(shape) == (105,)
+
+
+def test_differences_that_matter():
+    model = llama().model
+    theirs = vars(replace(model, hidden_dropout=0.5, make_vocab_size_divisible_by=1, init_method_std=1.0))
+    assert differences(theirs, model) == []
+    assert differences({**theirs, "max_position_embeddings": 7}, model) == []
+    assert differences({**theirs, "max_position_embeddings": 7}, replace(model, position_embedding="learned")) != []
+    assert differences({**theirs, "num_layers": 5, "rotary_base": 1e4}, model) == [
+        ("num_layers", 5, 4),
+        ("rotary_base", 1e4, 5e5),
+    ]

@@ -1,0 +1,178 @@
+"""The command: checkpoints to Hugging Face folders, and a look into both."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import sentencepiece
+import torch
+
+from megakit.parallel.grid import Grid
+from tests.checkpoint import hf_models, workers
+from tests.checkpoint.hf_models import files, same_bytes, write
+from tools.convert_ckpt import _bytes, main
+
+DP2_TP2 = Grid(dp=2, tp=2)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory) -> Path:
+    """CV2: 101 pieces, with the special ones at other ids than usual."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    words = [f"{a}{b}{c}" for a in "abcde" for b in "fghij" for c in "klmno"]
+    (folder / "text").write_text("\n".join(" ".join(words[i:] + words[:i]) for i in range(len(words))))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(folder / "text"), model_prefix=str(folder / "t"), vocab_size=101, model_type="bpe",
+        bos_id=0, eos_id=1, unk_id=2, pad_id=3, normalization_rule_name="identity", minloglevel=2,
+    )  # fmt: skip
+    return folder / "t.model"
+
+
+def checkpoint(pools, tmp_path, model, cfg, grid=DP2_TP2, tokenizer=None) -> Path:
+    cfg.train.seq_len = 32
+    write(model, tmp_path / "in")
+    pools(grid.world).run(workers.save_weights_of, tmp_path / "in", cfg, tmp_path / "checkpoints", grid, tokenizer)
+    return tmp_path / "checkpoints" / "step_00000010"
+
+
+@pytest.mark.parametrize("case", ["llama", "llama tied", "gpt2"])
+def test_export_gives_the_imported_bytes(pools, tmp_path, capsys, case):
+    """From a TP 2, DP 2 checkpoint with flat shards."""
+    if case == "gpt2":
+        (model, cfg), grid = hf_models.gpt2(), Grid(dp=2, pp=2)
+    else:
+        (model, cfg), grid = hf_models.llama(tie="tied" in case), DP2_TP2
+    path = checkpoint(pools, tmp_path, model, cfg, grid)
+    assert main(["export", "--checkpoint", str(path), "--output", str(tmp_path / "out"), "--dtype", "fp32"]) == 0
+    before, after = files(tmp_path / "in"), files(tmp_path / "out")
+    assert before.keys() == after.keys()
+    assert all(same_bytes(tensor, after[name]) for name, tensor in before.items())
+    assert capsys.readouterr().out.startswith(f"step 10 written to {tmp_path / 'out'}: fp32, 0.")
+
+
+def test_export_in_shards(pools, tmp_path):
+    model, cfg = hf_models.llama(dtype=torch.bfloat16)
+    path = checkpoint(pools, tmp_path, model, cfg)
+    assert main(["export", "--checkpoint", str(path), "--output", str(tmp_path / "out"), "--max-shard-size", "100kB"]) == 0
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) >= 3
+    assert all(same_bytes(tensor, files(tmp_path / "out")[name]) for name, tensor in files(tmp_path / "in").items())
+
+
+def test_special_tokens(pools, tmp_path, capsys, tokenizer):
+    """CV2: the ids of the tokenizer that the model was trained with, everywhere, and its file unchanged."""
+    model, cfg = hf_models.llama()
+    path = checkpoint(pools, tmp_path, model, cfg, tokenizer=tokenizer)
+    export = ["export", "--checkpoint", str(path), "--output", str(tmp_path / "out")]
+    assert main(export) == 0
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["bos_token_id"], config["eos_token_id"], config["pad_token_id"]) == (0, 1, 3)
+    generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert (generation["bos_token_id"], generation["eos_token_id"], generation["pad_token_id"]) == (0, 1, 3)
+    assert (tmp_path / "out" / "tokenizer.model").read_bytes() == tokenizer.read_bytes()
+
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer))
+    assert (theirs.bos_token_id, theirs.eos_token_id, theirs.unk_token_id, theirs.pad_token_id) == (0, 1, 2, 3)
+    assert theirs("afk bgl").input_ids == pieces.encode("afk bgl")
+
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["tokenizer"]["eos"] = 2
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    capsys.readouterr()
+    assert main([*export[:-1], str(tmp_path / "again")]) == 2
+    assert f"was trained with eos = 2, the tokenizer {tokenizer} has 1" in capsys.readouterr().err
+    assert not (tmp_path / "again").exists()
+
+
+def test_tokenizer_refusals(pools, tmp_path, capsys, tokenizer):
+    model, cfg = hf_models.llama()
+    moved = tmp_path / "moved.model"
+    moved.write_bytes(tokenizer.read_bytes())
+    path = checkpoint(pools, tmp_path, model, cfg, tokenizer=moved)
+    moved.unlink()
+    export = ["export", "--checkpoint", str(path), "--output", str(tmp_path / "out")]
+    assert main(export) == 2
+    assert f"there is no tokenizer {moved}: give the file by --tokenizer" in capsys.readouterr().err
+    moved.write_bytes(b"other")
+    assert main(export) == 2
+    assert "moved.model" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    assert main([*export, "--tokenizer", "none"]) == 0
+    assert not (tmp_path / "out" / "tokenizer.model").exists()
+    assert main([*export[:-1], str(tmp_path / "second"), "--tokenizer", str(tokenizer)]) == 0
+
+
+@pytest.mark.parametrize("what", ["damaged", "output", "size", "missing"])
+def test_export_refusals(pools, tmp_path, capsys, what):
+    model, cfg = hf_models.llama()
+    path = checkpoint(pools, tmp_path, model, cfg)
+    out, size = tmp_path / "out", "5GB"
+    if what == "damaged":
+        shard = path / "__1_0.distcp"
+        shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    if what == "output":
+        out.mkdir()
+        (out / "mine").write_text("")
+    size = "lots" if what == "size" else "5GB"
+    path = path.with_name("step_00000011") if what == "missing" else path
+    assert main(["export", "--checkpoint", str(path), "--output", str(out), "--max-shard-size", size]) == 2
+    said = {
+        "damaged": "__1_0.distcp has checksum",
+        "output": "is there already",
+        "size": "lots is no size",
+        "missing": "manifest.json is missing",
+    }
+    error = capsys.readouterr().err
+    assert said[what] in error and error.startswith("error: ") and error.count("\n") == 1
+    assert what == "output" or not out.exists()
+
+
+def test_inspect_checkpoints(pools, tmp_path, capsys, tokenizer):
+    model, cfg = hf_models.llama()
+    path = checkpoint(pools, tmp_path, model, cfg, tokenizer=tokenizer)
+    parameters = sum(t.numel() for t in files(tmp_path / "in").values())
+    for target in (path, path.parent):
+        assert main(["inspect", str(target)]) == 0
+        heading, row = capsys.readouterr().out.splitlines()[:2]
+        assert heading.split() == ["step", "saved", "tokens", "parameters", "files", "size", "state"]
+        cells = row.split()
+        assert (cells[0], cells[2], cells[3], cells[4], cells[-1]) == ("10", "1,280", f"{parameters:,}", "6", "intact")
+    main(["inspect", str(path)])
+    out = capsys.readouterr().out
+    assert "written by 4 ranks with megakit" in out and "bos 0, eos 1, unk 2, pad 3" in out and "  num_layers: 2\n" in out
+    (path / "state.json").write_text("{}")
+    assert main(["inspect", str(path.parent)]) == 2
+    captured = capsys.readouterr()
+    assert "damaged" in captured.out and f"{path / 'state.json'} has 3 bytes" not in captured.err
+    assert f"{path / 'state.json'} has 2 bytes" in captured.err
+
+
+def test_inspect_hugging_face(tmp_path, capsys):
+    """What a recipe must say to start from the folder."""
+    model, _ = hf_models.llama(6, 2)
+    write(model, tmp_path / "in")
+    assert main(["inspect", str(tmp_path / "in")]) == 0
+    out = capsys.readouterr().out
+    for line in ("family: llama", "num_query_groups: 2", "rotary_base: 500000.0", "tie_embeddings: false", "norm_epsilon: 1e-06"):
+        assert f"  {line}\n" in out
+    (tmp_path / "in" / "model.safetensors").write_bytes(b"")
+    assert main(["inspect", str(tmp_path / "in")]) == 2
+    for empty in (tmp_path, tmp_path / "nowhere"):
+        assert main(["inspect", str(empty)]) == 2
+
+
+@pytest.mark.parametrize(("text", "size"), [("5GB", 5 * 10**9), ("100kB", 100_000), ("1.5 GiB", 3 << 29), ("12", 12)])
+def test_sizes(text, size):
+    assert _bytes(text) == size
+
+
+def test_as_a_command(tmp_path):
+    script = Path(__file__).parents[2] / "tools" / "convert_ckpt.py"
+    done = subprocess.run([sys.executable, script, "inspect", tmp_path], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith(f"error: {tmp_path} is no checkpoint")
+    assert subprocess.run([sys.executable, script, "export"], capture_output=True).returncode == 2
