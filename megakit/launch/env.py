@@ -68,7 +68,7 @@ def ranks_from_env(env: Mapping[str, str]) -> Ranks | None:
         master_port=_int(env, "MASTER_PORT") if "MASTER_PORT" in env else None,
         launcher="torchrun" if torchrun else "manual",
         job_id=_torchrun_id(env) if torchrun else env.get("SLURM_JOB_ID"),
-        restart=_int(env, "TORCHELASTIC_RESTART_COUNT", 0) + _int(env, "SLURM_RESTART_COUNT", 0),
+        restart=restart_count(env),
     )
     _check(ranks)
     if ranks.world > 1 and None in (ranks.master_addr, ranks.master_port):
@@ -100,6 +100,11 @@ def in_slurm_step(env: Mapping[str, str]) -> bool:
     if _int(env, "SLURM_STEP_ID") >= _FIRST_SPECIAL_STEP:
         return False
     return not ("SLURM_PTY_PORT" in env and _int(env, "SLURM_STEP_NUM_TASKS", 1) == 1)
+
+
+def restart_count(env: Mapping[str, str]) -> int:
+    """How often torchrun and Slurm together have started this job before."""
+    return _int(env, "TORCHELASTIC_RESTART_COUNT", 0) + _int(env, "SLURM_RESTART_COUNT", 0)
 
 
 def tasks_per_node(text: str) -> list[int]:
@@ -190,7 +195,7 @@ def _slurm(env: Mapping[str, str]) -> Ranks:
         master_port=_int(env, "MASTER_PORT", 20000 + (job * 31 + _int(env, "SLURM_STEP_ID", 0)) % 10000),
         launcher="slurm",
         job_id=env.get("SLURM_JOB_ID"),
-        restart=_int(env, "SLURM_RESTART_COUNT", 0),
+        restart=restart_count(env),
     )
     _check(ranks)
     return ranks

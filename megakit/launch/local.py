@@ -25,9 +25,10 @@ from megakit.errors import EXIT_ASKED_TO_STOP, EXIT_DONE, EXIT_FAILED
 from megakit.launch.devices import visible_gpus, wants_cuda
 from megakit.launch.env import Ranks
 from megakit.launch.guardian import Guardian, kill_group
-from megakit.launch.verdict import End, judge, process_state, tail
+from megakit.launch.verdict import End, judge, process_state, stop_line, tail
 from megakit.launch.worker import STOP_SIGNALS, Report, Target, load_target, work
 
+NOTHING_TO_SAVE = "before the first step or after the last, so there was nothing to save"
 TICK_S = 0.05
 SETTLE_S = 0.5
 """After a rank's own error: how long others may take to report theirs, which may be earlier."""
@@ -239,7 +240,7 @@ class _Launch:
         failed = [e for e in ends if not (e.report and e.report.code == EXIT_ASKED_TO_STOP)]
         passed_on = [-_passed_on(number) for number in self.asked]
         if any(e.report is None and e.status in passed_on for e in failed):
-            _say("megakit: stopped before training began; there was nothing to save")
+            _say(stop_line(EXIT_ASKED_TO_STOP, NOTHING_TO_SAVE))
             return EXIT_ASKED_TO_STOP
         if failed:
             verdict = judge(failed, known, self.world, self.cfg.launch.timeout_s, self.cuda)
@@ -249,7 +250,7 @@ class _Launch:
             _say(f"megakit: ranks {sorted(silent)} did not save and stop within {self._grace_s:g} s of the signal")
             return EXIT_FAILED
         if ends and ends[0].report and ends[0].report.line:
-            _say(f"megakit: {ends[0].report.line}")
+            _say(stop_line(EXIT_ASKED_TO_STOP, ends[0].report.line))
         return EXIT_ASKED_TO_STOP if ends else EXIT_DONE
 
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megakit.config.schema import Config
+from megakit.launch import run_folder
 from megakit.launch.devices import device_index, threads_per_rank, visible_gpus, wants_cuda
 from megakit.launch.env import Ranks
 
@@ -38,7 +39,7 @@ def init(cfg: Config, ranks: Ranks) -> tuple[torch.device, timedelta]:
 
 
 def destroy(ok: bool) -> None:
-    """Take the process group down; call it last, on every rank.
+    """Take the process group down, and let go of the run folder; call it last, on every rank.
 
     When all is well the ranks wait for one another first: one that leaves early makes gloo abort in the others. When not,
     nothing is done that could wait for a peer: the process is about to end, and its sockets with it.
@@ -46,3 +47,4 @@ def destroy(ok: bool) -> None:
     if dist.is_initialized() and (ok or dist.get_world_size() == 1):
         dist.all_reduce(torch.zeros(1))  # a barrier over gloo, also on GPUs
         dist.destroy_process_group()
+    run_folder.release()

@@ -7,7 +7,7 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-from megakit.errors import EXIT_FAILED
+from megakit.errors import EXIT_FAILED, EXIT_REFUSED
 from megakit.launch.worker import Report
 
 _TAIL = 40
@@ -78,7 +78,7 @@ def judge(failed: list[End], silent: dict[int, str], world: int, timeout_s: floa
     code = first.report.code if first.report else EXIT_FAILED
     if first.report and not first.report.traceback:
         all_the_same = len(failed) == world and all(e.line() == first.line() for e in others)
-        return Verdict(code, f"megakit: {'' if all_the_same else f'rank {first.rank} of {world}: '}{first.line()}")
+        return Verdict(code, stop_line(code, f"{'' if all_the_same else f'rank {first.rank} of {world}: '}{first.line()}"))
     lines = [f"megakit: rank {e.rank} failed after it: {_short(e.line())}" for e in others]
     if first.report:
         lines += [f"megakit: rank {first.rank} of {world} failed first:", first.report.traceback.rstrip()]
@@ -100,6 +100,12 @@ def _stall(early: End, silent: dict[int, str], timeout_s: float) -> str:
 def _short(text: str) -> str:
     line = text.strip().splitlines()[0] if text.strip() else ""
     return line if len(line) <= 200 else line[:197] + "..."
+
+
+def stop_line(code: int, text: str) -> str:
+    """What the user reads when a run ends on purpose: one line."""
+    label = {EXIT_REFUSED: "refused", EXIT_FAILED: "failed"}.get(code, "stopped")
+    return f"megakit: {label}: {' '.join(text.split())}"
 
 
 def process_state(pid: int) -> str:

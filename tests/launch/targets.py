@@ -131,7 +131,7 @@ def asked_to_stop(cfg: Config, ranks: Ranks) -> int:
         if flag:
             time.sleep(1)
             process_group.destroy(ok=True)
-            raise AskedToStop("stopped at step 7: checkpoint saved")
+            raise AskedToStop("step 7, checkpoint saved")
         time.sleep(0.01)
     return 1
 

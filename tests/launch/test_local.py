@@ -72,8 +72,8 @@ def test_the_stack_of_a_stuck_rank_is_shown(start):
 @pytest.mark.parametrize(
     "target, code, line",
     [
-        ("refused_by_all", 2, "megakit: data.path = x is missing: give another\n"),
-        ("storage_failed", 74, "megakit: rank 1 of 3: no space left\n"),
+        ("refused_by_all", 2, "megakit: refused: data.path = x is missing: give another\n"),
+        ("storage_failed", 74, "megakit: stopped: rank 1 of 3: no space left\n"),
     ],
 )
 def test_a_stop_is_one_line_and_its_code(start, target, code, line):
@@ -91,7 +91,7 @@ def test_a_request_to_stop_reaches_the_ranks(start, number):
     assert code == 75 and not job.living()
     assert err.splitlines() == [
         f"megakit: {number.name}: the ranks save and stop; a second Ctrl-C ends them at once",
-        "megakit: stopped at step 7: checkpoint saved",
+        "megakit: stopped: step 7, checkpoint saved",
     ]
 
 
@@ -129,7 +129,7 @@ def test_a_request_before_training_began(start):
     job.wait_for_line("running")
     job.proc.send_signal(signal.SIGTERM)
     code, _, err = job.wait(20)
-    assert code == 75 and err.splitlines()[-1] == "megakit: stopped before training began; there was nothing to save"
+    assert code == 75 and "megakit: stopped: before the first step" in err.splitlines()[-1]
     assert not job.living()
 
 

@@ -91,11 +91,14 @@ def test_torch_s_own_errors_of_communication():
 
 def test_a_stop_is_one_line():
     same = [raised(r, Refused("data.path = x is missing")) for r in range(3)]
-    assert (judge(same, {}, 3, 30, False).code, judge(same, {}, 3, 30, False).text) == (2, "megakit: data.path = x is missing")
+    assert (judge(same, {}, 3, 30, False).code, judge(same, {}, 3, 30, False).text) == (
+        2,
+        "megakit: refused: data.path = x is missing",
+    )
     one = [raised(0, RuntimeError(GLOO)), raised(1, Refused("local rank 1 has no GPU"), at=1.0)]
-    assert judge(one, {}, 2, 30, False).text == "megakit: rank 1 of 2: local rank 1 has no GPU"
+    assert judge(one, {}, 2, 30, False).text == "megakit: refused: rank 1 of 2: local rank 1 has no GPU"
     different = [raised(0, Refused("a")), raised(1, Refused("b"), at=1.0)]
-    assert judge(different, {}, 2, 30, False).text == "megakit: rank 0 of 2: a"
+    assert judge(different, {}, 2, 30, False).text == "megakit: refused: rank 0 of 2: a"
     assert judge([raised(0, NotFinite("10 steps"))], {1: "waiting"}, 2, 30, False).code == 3
 
 

@@ -1,0 +1,104 @@
+"""From a recipe to running ranks: in this process, in local workers, or as the rank that torchrun or srun started."""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+
+from megakit.config.rules import cluster_world, model_ranks, planned_world, resolve
+from megakit.config.schema import Config
+from megakit.errors import EXIT_ASKED_TO_STOP, EXIT_DONE, Refused
+from megakit.launch import local
+from megakit.launch.devices import visible_gpus
+from megakit.launch.env import Ranks, check_tensor_parallel, ranks_from_env, restart_count
+from megakit.launch.verdict import stop_line
+from megakit.launch.worker import load_target, report_error
+
+JOB = "megakit.train.job:run"
+_GPUS_PER_NODE = 8
+"""Assumed in advice where the recipe does not say."""
+
+
+def launch(cfg: Config, argv: Sequence[str] = (), target: str = JOB) -> int:
+    """Run a composed recipe to its end and return the exit code; what goes wrong in a rank is told on stderr.
+
+    `argv` is the command line, for advice; `target` is the `module:function` that each rank calls with its resolved Config
+    and its Ranks. Raises Refused where the ranks and the recipe don't fit, before any starts.
+    """
+    ranks = ranks_from_env(os.environ)
+    if ranks is not None:
+        check_tensor_parallel(ranks, cfg.parallel.tp, cfg.parallel.allow_tp_across_nodes)
+        return _run_here(resolve(cfg, ranks.world), ranks, target)
+    world = local_world(cfg, visible_gpus(os.environ), argv)
+    cfg, job, restart = resolve(cfg, world), os.environ.get("SLURM_JOB_ID"), restart_count(os.environ)
+    if world > 1:
+        return local.run(cfg, world, target, job, restart)
+    return _run_here(cfg, Ranks(job_id=job, restart=restart), target)
+
+
+def local_world(cfg: Config, gpus: int, argv: Sequence[str] = ()) -> int:
+    """Ranks that plain `python` starts on a machine that shows `gpus` GPUs.
+
+    As many as the recipe asks for; where it leaves parallel.dp open, as many replicas as the GPUs and the global batch
+    allow, and one without GPUs. Raises Refused where a recipe for GPUs asks for more than there are.
+    """
+    ranks, need = model_ranks(cfg), planned_world(cfg)
+    for_cluster = cfg.launch.device == "auto" and cluster_world(cfg) is not None and not cfg.run.shrink
+    if cfg.launch.device == "cpu" or not (gpus or for_cluster or cfg.launch.device == "cuda"):
+        return need if cfg.parallel.dp is not None else ranks
+    if gpus < need:
+        per_node = cfg.cluster.gpus_per_node or _GPUS_PER_NODE
+        nodes = math.ceil(need / per_node)
+        where = f"{nodes} nodes of {per_node} GPUs" if nodes > 1 else f"one node of {per_node} GPUs"
+        dp = f"dp {need // ranks} x pp {cfg.parallel.pp} x tp {cfg.parallel.tp}"
+        script = f" (python -m tools.slurm.render_sbatch {shlex.join(argv)} writes the job script)" if argv else ""
+        raise Refused(
+            f"this recipe needs {need} GPUs ({dp}), this machine has {gpus}: start it with srun or torchrun on {where}{script},"
+            " try it here with run.shrink=true, or see its plan with run.dry_run=true"
+        )
+    if cfg.parallel.dp is not None or cluster_world(cfg) is not None:
+        return need
+    replicas = gpus // ranks
+    fitting = [dp for dp in range(1, replicas + 1) if cfg.train.global_batch_size % (cfg.train.micro_batch_size * dp) == 0]
+    return max(fitting, default=replicas) * ranks
+
+
+def _run_here(cfg: Config, ranks: Ranks, target: str) -> int:
+    """Call the target in this process, and tell how it failed."""
+    try:
+        return load_target(target)(cfg, ranks) or EXIT_DONE
+    except KeyboardInterrupt:
+        code = EXIT_ASKED_TO_STOP
+        _say(stop_line(code, local.NOTHING_TO_SAVE))
+    except BaseException as exc:
+        report = report_error(exc)
+        code = report.code
+        who = "" if ranks.world == 1 else f"rank {ranks.rank} of {ranks.world}"
+        consequence = report.communication and not report.timed_out
+        if report.traceback and not consequence:
+            _say((f"megakit: {who} failed:\n" if who else "") + report.traceback.rstrip())
+        elif report.line and (code != EXIT_ASKED_TO_STOP or ranks.rank == 0):
+            _say(stop_line(code, f"{who}: {report.line}" if who else report.line))
+        if ranks.launcher == "torchrun" and code != EXIT_DONE:
+            _record_for_torchrun(exc)
+    if ranks.world > 1:
+        # tear-down could wait for peers that are gone, and change the exit code
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def _record_for_torchrun(exc: BaseException) -> None:
+    """Leave the error where torchrun's summary of the first failure looks for it."""
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    get_error_handler().record_exception(exc)
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
