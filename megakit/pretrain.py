@@ -60,10 +60,10 @@ def run(argv: list[str]) -> int:
     from megakit.planner.plan import make_plan
 
     cfg = compose(args.overrides, args.config_dir, args.config_file)
-    plan = make_plan(cfg, _world_here(cfg))
     if cfg.run.shrink:
+        make_plan(cfg)  # a recipe that can't work isn't made to work by shrinking it
         cfg = shrink(cfg)
-        plan = make_plan(cfg)
+    plan = make_plan(cfg, _world(cfg))
     if cfg.run.dry_run:
         from megakit.config.terminal import console
         from megakit.planner.render import render
@@ -75,14 +75,18 @@ def run(argv: list[str]) -> int:
     return launch(cfg, argv)
 
 
-def _world_here(cfg: Config) -> int | None:
-    """All GPUs of this machine, where the recipe leaves the number of ranks to it; None: as the recipe says."""
+def _world(cfg: Config) -> int | None:
+    """Ranks that torchrun or srun have started, else all GPUs of this machine where the recipe leaves it to that."""
     from megakit.config.rules import cluster_world, model_ranks
     from megakit.launch.devices import visible_gpus, wants_cuda
+    from megakit.launch.env import ranks_from_env
 
+    ranks = None if cfg.run.dry_run else ranks_from_env(os.environ)
+    if ranks is not None:
+        return ranks.world
     gpus = visible_gpus(os.environ)
     if cfg.parallel.dp is not None or cluster_world(cfg) is not None or not wants_cuda(cfg.launch.device, gpus):
-        return None
+        return None  # as the recipe says
     return gpus // model_ranks(cfg) * model_ranks(cfg) or None
 
 

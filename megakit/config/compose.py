@@ -80,7 +80,9 @@ def recipe_summaries(config_dir: str | None = None) -> dict[str, str]:
     out = {}
     for root in filter(None, (RECIPES, user_folder(config_dir))):
         for path in sorted(root.glob("recipe/*.yaml"), key=_natural):
-            comments = [ln[1:].strip() for ln in path.read_text(encoding="utf-8", errors="replace").splitlines() if ln.startswith("#")]
+            comments = [
+                ln[1:].strip() for ln in path.read_text(encoding="utf-8", errors="replace").splitlines() if ln.startswith("#")
+            ]
             out[path.stem] = next((c for c in comments if not c.startswith("@")), "")
     return out
 

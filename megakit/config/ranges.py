@@ -27,11 +27,24 @@ class Range:
         return above and (self.high is None or (value < self.high if self.open_high else value <= self.high))
 
     def __str__(self) -> str:
-        low = f"{'greater than' if self.open_low else 'at least'} {self.low}"
-        return low if self.high is None else f"{low} and {'less than' if self.open_high else 'at most'} {self.high}"
+        """For documentation: ends that only a slip of the keyboard reaches are left out."""
+        above = self.high is None or self.high >= _SLIP
+        return self._above() if above else f"{self._above()}, {self._below()}"
+
+    def bound(self, value: float) -> str:
+        """What a value outside must be."""
+        low = value <= self.low if self.open_low else value < self.low
+        return self._above() if low else self._below()
+
+    def _above(self) -> str:
+        return f"{'greater than' if self.open_low else 'at least'} {self.low}"
+
+    def _below(self) -> str:
+        return f"{'less than' if self.open_high else 'at most'} {self.high}"
 
 
-COUNT = Range(1, 10**9)
+_SLIP = 10**9
+COUNT = Range(1, _SLIP)
 MANY = Range(1, 10**18)
 NOT_NEGATIVE = Range(0)
 POSITIVE = Range(0, open_low=True)
@@ -43,7 +56,7 @@ RANGES: dict[str, Range] = {
     "model.ffn_hidden_size": COUNT,
     "model.num_attention_heads": COUNT,
     "model.num_query_groups": COUNT,
-    "model.vocab_size": Range(2),
+    "model.vocab_size": Range(2, _SLIP),
     "model.max_position_embeddings": COUNT,
     "model.norm_epsilon": Range(0, 1, open_low=True, open_high=True),
     "model.rotary_base": Range(1, open_low=True),
@@ -89,7 +102,7 @@ RANGES: dict[str, Range] = {
     "checkpoint.keep": NOT_NEGATIVE,
     "checkpoint.resume": NOT_NEGATIVE,
     "log.interval": COUNT,
-    "launch.timeout_s": POSITIVE,
+    "launch.timeout_s": Range(0, 10**6, open_low=True),
     "launch.threads_per_rank": COUNT,
     "launch.slurm.cpus_per_task": COUNT,
     "launch.slurm.signal_lead_s": NOT_NEGATIVE,
@@ -196,7 +209,7 @@ def _check(name: str, value: Any) -> None:
         if not value and name not in MAY_BE_EMPTY:
             raise Refused(f"{name} is empty: give a value, or leave the key out")
     elif name in RANGES and value not in RANGES[name]:
-        raise Refused(f"{name} = {show(value)} must be {RANGES[name]}")
+        raise Refused(f"{name} = {show(value)} must be {RANGES[name].bound(value)}")
 
 
 def _listed(name: str, words: tuple[str, ...]) -> str:

@@ -203,8 +203,7 @@ def _notes(cfg: Config, grid: Grid, stages: list[StagePlan], open_world: bool) -
         notes.append(f"{grid.world} of the cluster's {there} GPUs are used (cluster.nodes = {cfg.cluster.nodes})")
     worst = max(stages, key=lambda s: s.state_bytes)
     if memory is not None and worst.state_bytes > memory * GIB:
-        notes.append(
-            f"the states of stage {worst.index} alone need {worst.state_bytes / GIB:.1f} GiB, a GPU has {memory} GiB: use"
-            " parallel.zero=1, or more tp, pp or dp"
-        )
+        cure = "more tp, pp or dp" if cfg.parallel.zero else "parallel.zero=1, or more tp or pp"
+        need = f"{worst.state_bytes / GIB:.1f} GiB"
+        notes.append(f"the states of stage {worst.index} alone need {need}, a GPU has {memory} GiB: use {cure}")
     return notes

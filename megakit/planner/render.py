@@ -34,7 +34,7 @@ def _summary(plan: Plan) -> Table:
     table.add_row("model", f"{plan.model_parameters:,} parameters, {plan.precision}")
     table.add_row(
         "batch",
-        f"{plan.global_batch_size:,} samples = {plan.micro_batches:,} micro-batches x {plan.micro_batch_size}"
+        f"{plan.global_batch_size:,} samples = {plan.micro_batches:,} micro-batches of {plan.micro_batch_size}"
         f" x dp {plan.grid['dp']}; {plan.tokens_per_step:,} tokens of {plan.seq_len:,} per sample",
     )
     table.add_row("run", f"{plan.steps:,} steps, {plan.samples:,} samples, {plan.tokens:,} tokens")

@@ -27,7 +27,8 @@ from tests.config.tiny import refusal, tiny
         # the cluster
         (["cluster.gpus_per_node=1", "parallel.tp=2", "cluster.nodes=2"],
          ["parallel.tp = 2", "cluster.gpus_per_node = 1", "valid tp 1", "allow_tp_across_nodes=true"]),
-        (["cluster.gpus_per_node=8", "parallel.dp=4", "parallel.pp=4"], ["parallel.dp = 4", "16 ranks", "8 GPUs", "cluster.nodes=2"]),
+        (["cluster.gpus_per_node=8", "parallel.dp=4", "parallel.pp=4"],
+         ["parallel.dp = 4", "16 ranks", "8 GPUs", "cluster.nodes=2"]),
         (["cluster.gpus_per_node=8", "parallel.pp=3"], ["pp 3", "8 GPUs", "cluster.nodes=3"]),
         # CF5
         (["train.global_batch_size=10", "train.micro_batch_size=4", "parallel.dp=2"],

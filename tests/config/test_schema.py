@@ -50,12 +50,17 @@ def test_the_tables_name_only_keys_of_the_schema():
 @pytest.mark.parametrize("name", RANGES)
 def test_numbers_out_of_range_are_refused(name: str):
     key, span = schema_keys()[name], RANGES[name]
-    outside = [span.low if span.open_low else span.low - 1]
-    outside += [] if span.high is None else [span.high if span.open_high else span.high + 1]
-    for value in outside:
+    outside = [(span.low, "greater than") if span.open_low else (span.low - 1, "at least")]
+    if span.high is not None:
+        outside.append((span.high, "less than") if span.open_high else (span.high + 1, "at most"))
+    for value, words in outside:
         listed = f"[{value}]" if "list" in key.type_name else str(value)
         line = refusal(f"{name}={listed}")
-        assert f"{name} = {float(value) if int not in scalars(key) else value} " in line
+        if name in NOT_BUILT and "not built yet" in line:
+            continue
+        shown = value if int in scalars(key) else float(value)
+        bound = span.high if words in ("less than", "at most") else span.low
+        assert line == f"{name} = {shown} must be {words} {bound}"
 
 
 @pytest.mark.parametrize("name", CHOICES)

@@ -1,0 +1,226 @@
+"""Cases ME2 and CF2: exact parameters and bytes per stage, the worst stage named, every layer placed once."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+
+import pytest
+from rich.console import Console
+
+from megakit.config.compose import compose, group_files
+from megakit.config.schema import Config
+from megakit.errors import Refused
+from megakit.modeling.layout import parameter_count, split_layers
+from megakit.planner.plan import GIB, Plan, make_plan, to_json
+from megakit.planner.render import ranks_text, render
+from tests.config.tiny import tiny
+
+LLAMA3_8B = [
+    "model.hidden_size=4096",
+    "model.num_layers=32",
+    "model.num_attention_heads=32",
+    "model.num_query_groups=8",
+    "model.ffn_hidden_size=14336",
+    "model.vocab_size=128256",
+]
+LLAMA32_1B = [
+    "model.hidden_size=2048",
+    "model.num_layers=16",
+    "model.num_attention_heads=32",
+    "model.num_query_groups=8",
+    "model.ffn_hidden_size=8192",
+    "model.vocab_size=128256",
+    "model.tie_embeddings=true",
+]
+
+
+def text_of(plan: Plan, width: int = 100) -> str:
+    console = Console(width=width, file=io.StringIO())
+    with console.capture() as captured:
+        console.print(render(plan))
+    return captured.get()
+
+
+def test_llama7b_on_tp2_pp4_dp2_exactly():
+    plan = make_plan(compose(["+recipe=llama7b", "parallel.tp=2", "parallel.pp=4", "parallel.dp=2"]))
+    assert plan.model_parameters == 6_738_415_616
+    assert [s.parameters for s in plan.stages] == [875_102_208, 809_566_208, 809_566_208, 875_106_304]
+    assert [s.padding for s in plan.stages] == [0, 0, 0, 0]  # 32,000 rows divide evenly: the figures hold none
+    assert [round(s.state_bytes / GIB, 2) for s in plan.stages] == [9.78, 9.05, 9.05, 9.78]
+    worst = plan.stages[3]
+    assert plan.worst_stage == 3
+    assert (worst.weight_bytes, worst.gradient_bytes) == (2 * 875_106_304, 4 * 875_106_304)
+    assert worst.optimizer_bytes == 12 * 875_106_304 // 2
+    assert "* most bytes: stage 3" in text_of(plan) and "/ dp 2 (ZeRO 1)" in plan.formula
+    assert plan.world == 16 and plan.nodes == 2
+
+
+@pytest.mark.parametrize(("overrides", "count"), [(LLAMA3_8B, 8_030_261_248), (LLAMA32_1B, 1_235_814_400)])
+def test_totals_of_published_models(overrides: list[str], count: int):
+    assert make_plan(tiny(*overrides)).model_parameters == count
+
+
+def test_the_worst_stage_is_not_the_average():
+    plan = make_plan(tiny("model.num_layers=8", "parallel.pp=4", "parallel.layers_per_stage=[1,2,2,3]"))
+    assert [s.layers for s in plan.stages] == [1, 2, 2, 3]
+    assert plan.worst_stage == 3
+    assert plan.stages[3].state_bytes > 1.3 * sum(s.state_bytes for s in plan.stages) / 4
+
+
+@pytest.mark.parametrize("layers", range(1, 13))
+@pytest.mark.parametrize("pp", range(1, 5))
+def test_every_layer_is_placed_once_or_the_plan_is_refused(layers: int, pp: int):
+    cfg = tiny(f"model.num_layers={layers}", f"parallel.pp={pp}", "train.global_batch_size=16")
+    if layers < pp:
+        with pytest.raises(Refused, match=f"model.num_layers = {layers} is less than parallel.pp = {pp}"):
+            make_plan(cfg)
+        return
+    plan = make_plan(cfg)
+    placed = [i for s in plan.stages for i in range(s.first_layer, s.first_layer + s.layers)]
+    assert placed == list(range(layers))
+    unsharded = parameter_count(cfg)
+    assert sum(s.parameters - s.padding for s in plan.stages) == unsharded == plan.model_parameters
+
+
+def test_an_uneven_split_is_printed():
+    text = text_of(make_plan(tiny("model.num_layers=5", "parallel.pp=2")))
+    stages = split_layers(5, 2)
+    for stage in stages:
+        assert f"{len(stage.layers)}: {stage.layers.start}-{stage.layers.stop - 1}" in text
+
+
+def test_uneven_layers_that_do_not_add_up_are_refused():
+    cfg = tiny("parallel.pp=2", "parallel.layers_per_stage=[2,3]")
+    with pytest.raises(Refused, match=r"\[2, 3\] adds up to 5, model.num_layers = 4"):
+        make_plan(cfg)
+
+
+@pytest.mark.parametrize(
+    ("precision", "zero", "weight", "optimizer"),
+    [("bf16", 0, 2, 12), ("bf16", 1, 2, 3), ("fp32", 0, 4, 8), ("fp32", 1, 4, 2)],
+)
+def test_bytes_by_zero_stage_and_precision(precision: str, zero: int, weight: int, optimizer: int):
+    overrides = ["parallel.dp=4", f"parallel.zero={zero}", f"train.precision={precision}", "model.vocab_size=128"]
+    (stage,) = make_plan(tiny(*overrides)).stages
+    n = stage.parameters
+    assert (stage.weight_bytes, stage.gradient_bytes) == (weight * n, 4 * n)
+    assert stage.optimizer_bytes == pytest.approx(optimizer * n, abs=12)  # a share is rounded up to whole elements
+
+
+def test_padding_of_the_vocabulary_is_counted_and_told():
+    (stage,) = make_plan(tiny("parallel.tp=2")).stages  # 101 rows on 2 x 128
+    assert stage.padding == 2 * 2 * 128 * 64 - 2 * 101 * 64
+    (alone,) = make_plan(tiny("model.make_vocab_size_divisible_by=1")).stages
+    assert alone.padding == 0 and alone.parameters == parameter_count(tiny())
+
+
+def test_a_tied_head_is_held_twice_and_counted_once():
+    tied = tiny("model.tie_embeddings=true", "parallel.pp=2", "model.vocab_size=128")
+    plan = make_plan(tied)
+    assert sum(s.parameters for s in plan.stages) == parameter_count(tied) + 128 * 64 == plan.model_parameters + 128 * 64
+
+
+def test_ranks_of_each_stage():
+    plan = make_plan(compose(["+recipe=llama70b"]))
+    ranks = [r for s in plan.stages for lo, hi in s.ranks for r in range(lo, hi + 1)]
+    assert sorted(ranks) == list(range(512))
+    assert plan.stages[1].ranks[:2] == [(8, 15), (72, 79)]
+    assert make_plan(compose(["+recipe=llama7b"])).stages[0].ranks == [(0, 31)]
+
+
+def test_ranks_text():
+    assert ranks_text([(0, 0)]) == "0"
+    assert ranks_text([(0, 7), (64, 71)]) == "0-7, 64-71"
+    assert ranks_text([(i, i) for i in range(0, 32, 4)]) == "0, 4 ... 28"
+
+
+def test_steps_tokens_and_accumulation():
+    plan = make_plan(compose(["+recipe=llama7b"]))
+    assert (plan.grid, plan.micro_batches) == ({"dp": 32, "pp": 1, "cp": 1, "tp": 1}, 32)
+    assert (plan.tokens_per_step, plan.steps) == (4_194_304, math.ceil(2e12 / 4_194_304))
+    assert plan.tokens == plan.steps * plan.tokens_per_step and plan.samples == plan.steps * 1024
+    assert "8 samples = 2 micro-batches of 2 x dp 2" in text_of(make_plan(tiny("parallel.dp=2")))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "note"),
+    [
+        (["parallel.pp=4", "model.num_layers=4", "train.global_batch_size=4"], "2 micro-batches starve 4 pipeline stages: use"
+         " train.global_batch_size >= 8"),
+        (["train.seq_len=64"], "train.seq_len = 64 is beyond the model's context, model.max_position_embeddings = 32"),
+        (["cluster.gpus_per_node=8", "parallel.dp=4"], "4 of the cluster's 8 GPUs are used"),
+        ([], "planned for dp 1"),
+        (["cluster.gpus_per_node=1", "cluster.gpu_memory_gib=0.001"], "a GPU has 0.001 GiB"),
+    ],
+)  # fmt: skip
+def test_notes(overrides: list[str], note: str):
+    plan = make_plan(tiny(*overrides))
+    assert [n for n in plan.notes if note in n], plan.notes
+    printed = " ".join(text_of(plan).split())
+    assert all(f"Note: {n}." in printed for n in plan.notes)
+
+
+def test_no_notes_where_all_is_well():
+    assert make_plan(compose(["+recipe=llama7b"])).notes == []
+    assert make_plan(tiny(), world=2).notes == []
+
+
+def test_a_world_that_does_not_fit_is_refused():
+    with pytest.raises(Refused, match="3 ranks can't be divided by pp 1 x tp 2 = 2"):
+        make_plan(tiny("parallel.tp=2"), world=3)
+
+
+@pytest.mark.parametrize("recipe", group_files()["recipe"])
+def test_the_plan_is_json_and_fits_100_columns(recipe: str):
+    plan = make_plan(compose([f"+recipe={recipe}"]))
+    data = json.loads(to_json(plan))
+    assert data["stages"][0]["parameters"] == plan.stages[0].parameters and data["grid"] == plan.grid
+    lines = text_of(plan).splitlines()
+    assert max(map(len, lines)) <= 100
+    rows = [line for line in lines if line.strip().lstrip("*")[:1].isdigit()]
+    assert len(rows) == len(plan.stages)  # no row is wrapped
+
+
+def held(cfg: Config) -> tuple[int, int, int, int]:
+    """On one rank: bytes of the real parameters, gradients and optimizer states; the padding allowed for the last."""
+    from datetime import timedelta
+
+    import torch
+
+    from megakit.parallel.comm import Comm
+    from megakit.parallel.grid import Grid, ParallelState
+    from megakit.train.engine import Engine
+
+    p = cfg.parallel
+    state = ParallelState(Grid(p.dp or 1, p.pp, p.cp, p.tp), torch.device("cpu"), timedelta(seconds=60))
+    engine = Engine(cfg, state, Comm(state))
+    parameters = list(engine.buffers.parameters.values())
+    moments = [*engine.optimizer.exp_avg.values(), *engine.optimizer.exp_avg_sq.values()]
+    masters = [] if cfg.train.precision == "fp32" else [engine.buffers.master(b) for b in engine.buffers.buckets]
+    return (
+        sum(t.numel() * t.element_size() for t in parameters),
+        4 * sum(t.numel() for t in parameters),
+        sum(t.numel() * t.element_size() for t in [*moments, *masters]),
+        len(engine.buffers.buckets) * 64 * (p.dp or 1) * 12,
+    )
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["parallel.tp=2", "parallel.pp=2", "train.precision=bf16"],
+        ["parallel.tp=2", "parallel.pp=2", "train.precision=fp32", "model.tie_embeddings=true"],
+        ["parallel.dp=2", "parallel.pp=2", "train.precision=bf16", "parallel.zero=1"],
+    ],
+)
+def test_planned_bytes_are_those_of_the_real_tensors(pools, overrides: list[str]):
+    cfg = tiny(*overrides, "model.num_layers=5")
+    plan = make_plan(cfg, world=4)
+    real = pools(4).run(held, cfg)
+    for stage in plan.stages:
+        for lo, hi in stage.ranks:
+            for weights, gradients, optimizer, padding in real[lo : hi + 1]:
+                assert (weights, gradients) == (stage.weight_bytes, stage.gradient_bytes)
+                assert stage.optimizer_bytes <= optimizer <= stage.optimizer_bytes + padding
