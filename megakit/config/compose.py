@@ -202,10 +202,8 @@ def _resolved(composed: DictConfig, values: list[_Value]) -> dict[str, Any]:
             else:
                 OmegaConf.update(composed, v.key, v.value, merge=True, force_add=True)
         at = "the recipe"
-        defaults = OmegaConf.create({})
-        for key in schema_keys().values():
-            OmegaConf.update(defaults, key.name, key.default, force_add=True)
-        tree = OmegaConf.to_container(OmegaConf.merge(defaults, composed), resolve=True)
+        defaults = typed.nested({key.name: key.default for key in schema_keys().values()})
+        tree = OmegaConf.to_container(OmegaConf.merge(OmegaConf.create(defaults), composed), resolve=True)
     except _FAULTS as fault:
         raise Refused(f"{at} can't be used: {_one_line(fault)}") from fault
     assert isinstance(tree, dict)

@@ -50,8 +50,13 @@ def leaves(cfg: Config) -> dict[str, Any]:
 
 def to_tree(cfg: Config) -> dict[str, Any]:
     """A nested dict of plain values under the names that a recipe uses."""
+    return nested(leaves(cfg))
+
+
+def nested(values: dict[str, Any]) -> dict[str, Any]:
+    """{"train.steps": 4, ...} -> {"train": {"steps": 4, ...}, ...}."""
     tree: dict[str, Any] = {}
-    for name, value in leaves(cfg).items():
+    for name, value in values.items():
         *groups, leaf = name.split(".")
         node = tree
         for group in groups:
@@ -68,16 +73,9 @@ def to_yaml(cfg: Config) -> str:
 
 def replace(cfg: Config, changes: dict[str, Any]) -> Config:
     """A copy with some keys changed: {"train.steps": 4, ...}."""
-    tree = to_tree(cfg)
-    for name, value in changes.items():
-        if name not in schema_keys():
-            raise KeyError(name)
-        *groups, leaf = name.split(".")
-        node = tree
-        for group in groups:
-            node = node[group]
-        node[leaf] = value
-    return build(tree)
+    if unknown := set(changes) - set(schema_keys()):
+        raise KeyError(*unknown)
+    return build(nested(leaves(cfg) | changes))
 
 
 def _leaves(tree: Any, prefix: str = "") -> Iterable[str]:
