@@ -44,7 +44,7 @@ class Choice:
     """One line for the log that says what was chosen and why."""
     alerts: list[str] = field(default_factory=list)
     """What the user must hear of: checkpoints passed over, options without effect."""
-    manifest: dict[str, Any] | None = None
+    manifest: dict[str, Any] | None = field(default=None, repr=False)
     """Of the chosen checkpoint, whose sizes and checksums have been verified."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from megakit.parallel.grid import Grid
 from tests.checkpoint import hf_models, workers
 from tests.checkpoint.hf_models import files, same_bytes, write
-from tools.convert_ckpt import _bytes, main
+from tools.convert_ckpt import _bytes, _parser, main
 
 DP2_TP2 = Grid(dp=2, tp=2)
 
@@ -176,3 +177,12 @@ def test_as_a_command(tmp_path):
     done = subprocess.run([sys.executable, script, "inspect", tmp_path], capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.startswith(f"error: {tmp_path} is no checkpoint")
     assert subprocess.run([sys.executable, script, "export"], capture_output=True).returncode == 2
+
+
+def test_commands_in_the_docs():
+    """They parse; what they do is tested above."""
+    text = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
+    commands = re.findall(r"^ +\$ python tools/convert_ckpt\.py (.+)$", text, re.MULTILINE)
+    assert len(commands) == 3
+    for command in commands:
+        _parser().parse_args(command.split())
