@@ -80,14 +80,14 @@ def _world(cfg: Config) -> int | None:
     from megakit.config.rules import cluster_world, model_ranks
     from megakit.launch.devices import visible_gpus, wants_cuda
     from megakit.launch.env import ranks_from_env
+    from megakit.launch.start import local_world
 
     ranks = None if cfg.run.dry_run else ranks_from_env(os.environ)
     if ranks is not None:
         return ranks.world
     gpus = visible_gpus(os.environ)
-    if cfg.parallel.dp is not None or cluster_world(cfg) is not None or not wants_cuda(cfg.launch.device, gpus):
-        return None  # as the recipe says
-    return gpus // model_ranks(cfg) * model_ranks(cfg) or None
+    open_here = cfg.parallel.dp is None and cluster_world(cfg) is None and wants_cuda(cfg.launch.device, gpus)
+    return local_world(cfg, gpus) if open_here and gpus >= model_ranks(cfg) else None
 
 
 def main(argv: list[str] | None = None) -> int:

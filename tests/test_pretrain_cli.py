@@ -125,20 +125,17 @@ def test_dry_run_needs_no_data_and_leaves_nothing_behind(tmp_path: Path):
 
 @pytest.fixture
 def launched(monkeypatch):
-    """The configurations that reach megakit.launch.start.launch; `result` is what it returns or raises."""
-    fake = types.ModuleType("megakit.launch.start")
-    fake.seen = []  # type: ignore[attr-defined]
-    fake.result = 0  # type: ignore[attr-defined]
+    """What reaches megakit.launch.start.launch, in `seen`; `result` is what it returns or raises."""
+    record = types.SimpleNamespace(seen=[], result=0)
 
     def launch(cfg: Config, argv: list[str]) -> int:
-        fake.seen.append((cfg, argv))  # type: ignore[attr-defined]
-        if isinstance(fake.result, Exception):  # type: ignore[attr-defined]
-            raise fake.result  # type: ignore[attr-defined]
-        return fake.result  # type: ignore[attr-defined]
+        record.seen.append((cfg, argv))
+        if isinstance(record.result, Exception):
+            raise record.result
+        return record.result
 
-    fake.launch = launch  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "megakit.launch.start", fake)
-    return fake
+    monkeypatch.setattr("megakit.launch.start.launch", launch)
+    return record
 
 
 def test_a_run_is_launched_with_the_configuration_and_the_command_line(launched):
@@ -198,7 +195,10 @@ def test_a_local_recipe_is_planned_for_the_gpus_that_are_here(monkeypatch, capfd
     monkeypatch.setattr("megakit.launch.devices.visible_gpus", lambda env: 4)
     assert pretrain.main(["+recipe=demo", "run.dry_run=true"]) == 0
     assert "dp 4 x pp 1 x tp 1 = 4 ranks" in capfd.readouterr().out
+    monkeypatch.setattr("megakit.launch.devices.visible_gpus", lambda env: 3)
+    assert pretrain.main(["+recipe=demo", "run.dry_run=true"]) == 0  # a batch of 32 is not cut in 3
+    assert "dp 2 x pp 1 x tp 1 = 2 ranks" in capfd.readouterr().out
     assert pretrain.main(["+recipe=demo", "run.dry_run=true", "launch.device=cpu"]) == 0
     assert "dp 1 x pp 1 x tp 1 = 1 rank" in capfd.readouterr().out
-    assert pretrain.main(["+recipe=demo", "run.dry_run=true", "parallel.pp=3", "model.num_layers=6"]) == 0
-    assert "dp 1 x pp 3 x tp 1 = 3 ranks" in capfd.readouterr().out
+    assert pretrain.main(["+recipe=demo", "run.dry_run=true", "parallel.pp=6"]) == 0
+    assert "dp 1 x pp 6 x tp 1 = 6 ranks" in capfd.readouterr().out

@@ -175,6 +175,7 @@ FREE_TEXT = {
 
 MAY_BE_EMPTY = {"train.generate_prompt"}
 
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _SLURM_TIME = re.compile(r"\d+-\d+(:\d+){0,2}|\d+(:\d+){1,2}|UNLIMITED|INFINITE")
 
 
@@ -184,9 +185,11 @@ def check_each(cfg: Config) -> None:
         if value is not None:
             for entry in value if isinstance(value, list) else [value]:
                 _check(name, entry)
-    name = cfg.run.name
-    if name in (".", "..") or re.search(r"[/\\\0\n]", name):
-        raise Refused(f"run.name = {show(name)} must be a plain file name: put folders into run.dir")
+    if not _NAME.fullmatch(cfg.run.name):
+        raise Refused(
+            f"run.name = {cfg.run.name} must be up to 100 letters, digits, '.', '_' and '-', since it names a folder and a job:"
+            " put folders into run.dir"
+        )
     if not _SLURM_TIME.fullmatch(limit := cfg.launch.slurm.time_limit):
         raise Refused(f"launch.slurm.time_limit = {limit} must be like 24:00:00 or 2-12:00:00, hours and minutes")
     for option in cfg.launch.slurm.extra:

@@ -282,7 +282,7 @@ class RunConfig:
     name: str = "run"
     """Name of the run."""
     dir: Optional[str] = None
-    """Run folder, used again by a restart; null: runs/NAME."""
+    """Run folder, used again by a restart; null: a new runs/NAME-TIME, under Slurm and torchrun one runs/NAME-JOB per job."""
     dry_run: bool = False
     """Validate, print the plan and exit; no process group, no data."""
     shrink: bool = False

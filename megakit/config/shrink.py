@@ -126,7 +126,7 @@ def _surroundings(cfg: Config) -> dict[str, Any]:
         "log.wandb": "disabled",
         "launch.device": "cpu",
         "launch.threads_per_rank": 1,
-        "run.name": f"{cfg.run.name}-shrunk",
+        "run.name": f"{cfg.run.name[:90]}-shrunk",
         "run.dir": folder,
         "run.shrink": False,
     }

@@ -58,7 +58,8 @@ def test_every_recipe_becomes_small_and_needs_nothing(recipe: str):
     assert small.data.mock and not small.data.path and small.data.tokenizer is None
     assert small.launch.device == "cpu" and small.cluster == ClusterConfig()
     assert small.log.wandb == "disabled" and not small.log.tensorboard
-    assert small.run.name == f"{recipe}-shrunk" and small.run.dir is None and not small.run.shrink
+    assert small.run.name == f"{recipe}-shrunk" and not small.run.shrink
+    assert small.run.dir == ("runs/demo-shrunk" if recipe == "demo" else None)
     assert rules.planned_world(small) <= 8
 
 

@@ -49,7 +49,7 @@ def test_grids(name: str):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_describes_the_run_end_to_end(name: str):
     cfg = compose([f"+recipe={name}"])
-    assert cfg.run.name == name and cfg.run.dir is None
+    assert cfg.run.name == name and cfg.run.dir == ("runs/demo" if name == "demo" else None)
     assert cfg.data.path and cfg.data.tokenizer and not Path(cfg.data.path[0]).is_absolute()
     assert cfg.train.eval_interval and cfg.checkpoint.interval_steps and cfg.checkpoint.resume == "auto"
     assert cfg.train.seq_len == cfg.model.max_position_embeddings and cfg.train.precision == "bf16"
