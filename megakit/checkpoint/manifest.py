@@ -24,7 +24,7 @@ LATEST = "latest"
 FORMAT = 1
 
 _STEP = re.compile(r"step_(\d{8,})")
-_ASIDE = re.compile(r"\.step_\d{8,}\.(tmp|old)|\.latest\.tmp|\.probe-[0-9a-f]{32}")
+_ASIDE = re.compile(r"\.step_\d{8,}\.(tmp|old|trash)|\.latest\.tmp|\.probe-[0-9a-f]{32}")
 
 
 _HASH_CHUNK = 1 << 22

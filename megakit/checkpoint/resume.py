@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
@@ -218,7 +219,7 @@ def check_model(
             f"the checkpoint of step {manifest['step']} was trained with the tokenizer {saved[:12]}..., data.tokenizer is"
             f" {tokenizer[:12]}...: token ids mean other text; use the same file, or another checkpoint.dir"
         )
-    if data is not None and manifest.get("data") not in (None, data):
+    if data is not None and manifest.get("data") not in (None, json.loads(json.dumps(data))):
         return [
             f"the data is not that of the checkpoint of step {manifest['step']}: samples go on at the same position in"
             " another order or text"

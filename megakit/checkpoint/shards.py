@@ -44,14 +44,14 @@ class ShardView(torch.Tensor):
     """Plain local tensors that are boxes of one global tensor, in the form that `dcp.save` and `dcp.load` ask for."""
 
     chunks: dict[torch.Size, torch.Tensor]
+    distinct: bool
 
     @staticmethod
     def __new__(cls, shape: Shape, boxes: list[tuple[Shape, torch.Tensor]]) -> ShardView:
         first = boxes[0][1]
         view = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=first.dtype, device=first.device)
         view.chunks = {torch.Size(start): tensor for start, tensor in boxes}
-        if len(view.chunks) != len(boxes):
-            raise ValueError(f"two boxes start at the same place: {[tuple(start) for start, _ in boxes]}")
+        view.distinct = len(view.chunks) == len(boxes)
         return view
 
     def __init__(self, shape: Shape, boxes: list[tuple[Shape, torch.Tensor]]):
@@ -64,6 +64,7 @@ class ShardView(torch.Tensor):
         raise NotImplementedError(f"{func} on the boxes of a checkpoint")
 
     def __create_write_items__(self, name: str, view: ShardView) -> list[WriteItem]:
+        self._check()
         return [
             WriteItem(
                 MetadataIndex(name, start, i),
@@ -76,7 +77,13 @@ class ShardView(torch.Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        self._check()
         return [ChunkStorageMetadata(start, tensor.size()) for start, tensor in self.chunks.items()]
+
+    def _check(self) -> None:
+        """Not on construction, but where DCP makes one rank's error every rank's."""
+        if not self.distinct:
+            raise ValueError(f"two boxes of a tensor {list(self.shape)} start at the same place")
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         return self.chunks[torch.Size(index.offset or (0,) * self.dim())]

@@ -169,7 +169,12 @@ def _publish(root: Path, temporary: Path, final: Path, step: int) -> None:
         shutil.rmtree(old)
     if final.exists():
         os.rename(final, old)
-    os.rename(temporary, final)
+    try:
+        os.rename(temporary, final)
+    except OSError:
+        if old.exists():
+            os.rename(old, final)
+        raise
     sync_folder(root)
     os.replace(pointer, root / LATEST)
     sync_folder(root)
@@ -187,7 +192,7 @@ def _set_aside(path: Path) -> Path:
 
 def _give_up(root: Path, temporary: Path, step: int, needed: int, reason: str) -> str:
     shutil.rmtree(temporary, ignore_errors=True)
-    intact = steps(root)
+    intact = _steps_if_readable(root)
     kept = f"intact: step{'s' * (len(intact) > 1)} {', '.join(map(str, intact[-5:]))}" if intact else "no earlier one is there"
     try:
         free = f"{shutil.disk_usage(root).free / 1e6:,.1f}"
@@ -197,12 +202,20 @@ def _give_up(root: Path, temporary: Path, step: int, needed: int, reason: str) -
     return f"the checkpoint of step {step} was not written to {root}: {reason}; {room}; {kept}"
 
 
+def _steps_if_readable(root: Path) -> list[int]:
+    try:
+        return steps(root)
+    except OSError as error:
+        log.warning("can't list %s: %s", root, error)
+        return []
+
+
 def _retain(root: Path, keep: int, protect: Collection[int]) -> None:
     """Remove complete checkpoints beyond the newest `keep`. What can't be removed stays: the save has succeeded."""
-    for step in steps(root)[:-keep] if keep else []:
+    for step in _steps_if_readable(root)[:-keep] if keep else []:
         if step in protect:
             continue
-        aside = root / f".{folder_name(step)}.old"
+        aside = root / f".{folder_name(step)}.trash"
         try:
             os.rename(root / folder_name(step), aside)  # first out of sight: a half-removed one would look damaged
             shutil.rmtree(aside)

@@ -167,6 +167,16 @@ def test_a_replacement_that_was_killed_half_way(pools, tmp_path):
     assert choice.step == 4 and sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_00000004"]
 
 
+def test_a_removal_that_was_killed_half_way(pools, tmp_path):
+    """An old one that retention had taken out of sight doesn't come back as a damaged one."""
+    pools(1).run(workers.save_steps, tmp_path, [4, 8])
+    os.rename(tmp_path / "step_00000004", tmp_path / ".step_00000004.trash")
+    (tmp_path / ".step_00000004.trash" / "manifest.json").unlink()
+    (choice,) = pools(1).run(workers.choose, tmp_path)
+    assert choice.step == 8 and choice.alerts == []
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_00000008"]
+
+
 def test_a_file_in_place_of_the_folder(pools, tmp_path):
     (tmp_path / "file").write_text("")
     for root in (tmp_path / "file", tmp_path / "file" / "below"):
@@ -226,10 +236,10 @@ def test_another_model():
 
 
 def test_what_may_differ():
-    saved = manifest(llama(), data={"seed": 1}, tokenizer={"fingerprint": "a" * 64})
+    saved = manifest(llama(), data={"seed": [1]}, tokenizer={"fingerprint": "a" * 64})
     cfg = llama(hidden_dropout=0.1, make_vocab_size_divisible_by=1, max_position_embeddings=64)
     cfg.parallel.tp, cfg.parallel.zero, cfg.train.precision, cfg.train.global_batch_size = 2, 1, "fp32", 7
-    assert check_model(saved, cfg, {"seed": 1}, "a" * 64) == []
+    assert check_model(saved, cfg, {"seed": (1,)}, "a" * 64) == []  # JSON makes lists of tuples
     (alert,) = check_model(saved, cfg, {"seed": 2}, "a" * 64)
     assert "the data is not that of the checkpoint of step 3" in alert
     with pytest.raises(Refused, match=r"tokenizer aaaaaaaaaaaa\.\.\., data\.tokenizer is bbbbbbbbbbbb\.\.\."):

@@ -93,6 +93,7 @@ def test_torch_reads_the_folder(pools, tmp_path):
         ("missing", "ValueError: master.a [6, 5] has 30 elements, the boxes of all ranks together 15"),
         ("twice", "ValueError: master.b [7] has 7 elements, the boxes of all ranks together 14"),
         ("shape", "ValueError: master.a is [6, 5] on one rank and [7, 5] on rank 1"),
+        ("same start", "StorageFailed: the checkpoint of step 1 was not written"),
         ("overlap", "StorageFailed: the checkpoint of step 1 was not written"),
     ],
 )

@@ -152,6 +152,16 @@ def test_the_same_step_again_replaces_it(pools, tmp_path):
     verify(tmp_path / "step_00000008", deep=True)
 
 
+def test_a_replacement_that_fails(pools, tmp_path):
+    """The one that was to be replaced is back under its name."""
+    pools(2).run(workers.save_steps, tmp_path, [4, 8])
+    before = tree(tmp_path / "step_00000008")
+    said = pools(2).run(workers.save_not_renamed, tmp_path, 8)
+    assert said[0] == said[1] and "Input/output error" in said[0] and said[0].endswith("intact: steps 4, 8")
+    assert tree(tmp_path / "step_00000008") == before
+    assert {n for n in names(tmp_path) if n.startswith((".step", "step"))} == {"step_00000004", "step_00000008"}
+
+
 def test_steps_of_a_course_that_was_left(pools, tmp_path):
     """Going on from 4 while 8 and 12 are there: the save at 6 is the newest from then on, and nothing is lost."""
     pools(1).run(workers.save_steps, tmp_path, [4, 8, 12])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import shutil
 from collections.abc import Iterator
@@ -105,6 +106,8 @@ def bad_boxes(root: Path, kind: str) -> str:
         boxes["master.b"] = ((7,), [((0,), torch.zeros(7))])
     if kind == "overlap":  # as many elements as there should be, some of them twice
         boxes["master.a"] = (shape, [((0, 0), held[0][1])])
+    if kind == "same start" and comm().state.rank == 1:
+        boxes["master.a"] = (shape, [(held[0][0], held[0][1][:2]), (held[0][0], held[0][1][2:])])
     if kind == "shape" and comm().state.rank == 1:
         boxes["master.a"] = ((7, 5), held)
     try:
@@ -151,6 +154,19 @@ def save_failing(root: Path, step: int, where: str, keep: int) -> str:
     """A save in which `where` (a function of the store) fails on rank 0."""
     with mock.patch.object(store, where, mock.Mock(side_effect=OSError(5, "Input/output error"))):
         return _save_and_say(root, step, 1, keep)
+
+
+def save_not_renamed(root: Path, step: int) -> str:
+    """A save whose last rename fails."""
+    rename = os.rename
+
+    def refuse(source: Path, target: Path) -> None:
+        if Path(source).suffix == ".tmp" and Path(target).name.startswith("step_"):
+            raise OSError(5, "Input/output error")
+        rename(source, target)
+
+    with mock.patch.object(os, "rename", refuse):
+        return _save_and_say(root, step, 1, 1)
 
 
 def _save_and_say(root: Path, step: int, scale: int, keep: int) -> str:
