@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 import megakit
 from megakit.config import keys, rules, typed
-from megakit.config.keys import MISSING, schema_keys, show
+from megakit.config.keys import schema_keys
 from megakit.config.schema import Config
 from megakit.errors import Refused
 
@@ -239,4 +239,4 @@ def _one_line(fault: BaseException) -> str:
     return " ".join(" ".join(lines).split()).rstrip(".") or type(fault).__name__
 
 
-__all__ = ["MISSING", "RECIPES", "compose", "group_files", "recipe_summaries", "schema_keys", "show"]
+__all__ = ["RECIPES", "compose", "group_files", "recipe_summaries", "schema_keys", "user_folder"]
