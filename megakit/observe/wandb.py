@@ -30,6 +30,7 @@ class Wandb:
             import wandb
         except ImportError as error:
             raise RuntimeError(f"log.wandb = {cfg.log.wandb} needs the package wandb: pip install wandb") from error
+        self._teardown = getattr(wandb, "teardown", lambda: None)
         modes = {"offline": ["offline"], "online": ["online", "offline"]}[cfg.log.wandb]
         if modes[0] == "online" and not _has_key():
             warn(f"wandb has no API key and writes offline: run `wandb login`, later `wandb sync {run_dir}/wandb/offline-run-*`")
@@ -64,6 +65,7 @@ class Wandb:
 
     def close(self, ok: bool) -> None:
         self._run.finish(exit_code=0 if ok else 1)
+        self._teardown()  # without it wandb's service may still be writing when this process ends, and the file stays empty
 
 
 def _run_id(run_dir: Path) -> str:

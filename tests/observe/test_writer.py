@@ -246,7 +246,9 @@ class Run:
 def init(**kw):
     calls.append(("init", kw))
     mode = os.environ.get("FAKE_WANDB")
-    if mode == "init raises" or (mode == "no network" and kw["mode"] == "online"): raise ConnectionError("no route for key " + os.environ.get("WANDB_API_KEY", ""))
+    key = os.environ.get("WANDB_API_KEY", "")
+    offline_only = mode == "no network" and kw["mode"] == "online"
+    if mode == "init raises" or offline_only: raise ConnectionError("no route for key " + key)
     if mode == "init hangs": time.sleep(300)
     return Run()
 """
@@ -335,6 +337,7 @@ def test_an_absent_package_costs_one_warning(tmp_path, monkeypatch, capsys, sink
 
 
 def test_the_real_wandb_offline(tmp_path, monkeypatch):
+    """Complete when the writer is closed: wandb's own finish comes back while its service still writes."""
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_API_KEY", "s3cr3t" * 7)
     run(tmp_path, "log.wandb=offline")
