@@ -161,7 +161,9 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    title = f"{parameter_count(config('fp32')) / 1e6:.1f} M parameter Llama, CPU-seconds per 1,000 tokens, {args.threads} thread(s)"
+    title = (
+        f"{parameter_count(config('fp32')) / 1e6:.1f} M parameter Llama, CPU-seconds per 1,000 tokens, {args.threads} thread(s)"
+    )
     table = Table("precision", "megakit", "plain torch", "ratio (median)", "ratio (min-max)", "loss difference", title=title)
     for precision in ("fp32", "bf16"):
         ours, plain, difference = measure(precision, args.steps)

@@ -191,7 +191,7 @@ class CheckpointConfig:
     resume: Union[int, str] = "auto"
     """auto (newest complete, else step 0) | must | never | the number of a step."""
     init_from: Optional[str] = None
-    """Hugging Face folder (safetensors) whose weights start the run; refused if there is a checkpoint to resume."""
+    """Hugging Face folder (safetensors) whose weights start the run; a checkpoint to resume wins over it."""
 
 
 @dataclass

@@ -52,7 +52,7 @@ class Stage(nn.Module):
         cfg = self.cfg
         seed = mix(cfg.train.seed, batch.position)
         if self.word is not None:
-            x = self._embed(batch.tokens_SB, seed)
+            x = self._embed(batch.tokens_SB, self.word, seed)
         assert x is not None
         rope = self._rope_for(batch.tokens_SB.shape[0], x)
         for block in self.blocks:
@@ -70,8 +70,8 @@ class Stage(nn.Module):
             logits, batch.labels_SB, cfg.model.vocab_size, self.region.comm, cfg.train.label_smoothing, cfg.train.z_loss
         )
 
-    def _embed(self, tokens_SB: torch.Tensor, seed: int) -> torch.Tensor:
-        x = embedding(tokens_SB, self.word, self.region)
+    def _embed(self, tokens_SB: torch.Tensor, word: torch.Tensor, seed: int) -> torch.Tensor:
+        x = embedding(tokens_SB, word, self.region)
         if self.position is not None:
             lo = self.region.comm.index("tp") * x.shape[0] if self.region.sequence_parallel else 0
             x = x + self.position[lo : lo + x.shape[0], None]

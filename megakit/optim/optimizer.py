@@ -43,7 +43,7 @@ class Optimizer:
         self.exp_avg: dict[Bucket, torch.Tensor] = {}
         self.exp_avg_sq: dict[Bucket, torch.Tensor] = {}
         groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-        states = {}
+        states: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         for bucket in buffers.buckets:
             param = nn.Parameter(buffers.master(bucket))
             param.grad = buffers.grads[bucket.mine]

@@ -82,8 +82,8 @@ class ParallelState:
         self.grid, self.device, self.rank = grid, device, dist.get_rank()
         self.coord = grid.coords(self.rank)
         self.mesh = init_device_mesh(device.type, grid.shape, mesh_dim_names=AXES)
-        self.groups = {axis: self.mesh.get_group(axis) for axis in AXES}
-        self.groups["world"] = dist.group.WORLD
+        self.groups: dict[str, dist.ProcessGroup] = {axis: self.mesh.get_group(axis) for axis in AXES}
+        self.groups["world"] = dist.distributed_c10d._get_default_group()
         self.groups["embed"] = self.groups["pp"]
         if grid.pp > 2:
             lines = sorted({tuple(grid.line(r, "pp")) for r in range(grid.world)})

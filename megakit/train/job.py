@@ -18,6 +18,7 @@ from megakit.launch.env import Ranks
 from megakit.observe.writer import MetricsWriter
 from megakit.parallel.comm import Comm
 from megakit.parallel.grid import Grid, ParallelState
+from megakit.planner import plan
 from megakit.train.engine import Engine
 from megakit.train.generate import generate
 from megakit.train.loop import Progress, Trainer
@@ -39,9 +40,13 @@ def run(cfg: Config, ranks: Ranks) -> int:
 
 
 def _run(cfg: Config, ranks: Ranks, state: ParallelState, comm: Comm) -> None:
-    run_dir = run_folder.prepare(cfg, ranks, comm)
+    run_dir = run_folder.prepare(cfg, ranks, comm, plan.to_json(plan.make_plan(cfg)))
     checkpoints = Path(cfg.checkpoint.dir) if cfg.checkpoint.dir else run_dir / "checkpoints"
-    choice = store.choose(checkpoints, cfg.checkpoint.resume, cfg.checkpoint.init_from, comm)
+    # a job that the scheduler started again goes on from its own newest checkpoint, whatever its first start asked for
+    resume, init_from = cfg.checkpoint.resume, cfg.checkpoint.init_from
+    if ranks.restart and store.steps(checkpoints):
+        resume, init_from = "auto", None
+    choice = store.choose(checkpoints, resume, init_from, comm)
     if choice.step is not None and choice.step >= total_steps(cfg):
         if state.rank == 0:
             print(f"nothing left to do: {choice.path} is at step {choice.step} of {total_steps(cfg)}")
@@ -61,7 +66,7 @@ def _run(cfg: Config, ranks: Ranks, state: ParallelState, comm: Comm) -> None:
     try:
         if writer:
             _announce(writer, choice, alerts, train, valid)
-        Trainer(cfg, engine, progress, train, valid, tokenizer, checkpoints, run_dir, writer).run()
+        Trainer(cfg, engine, progress, train, valid, tokenizer, run_dir, checkpoints, writer).run()
         if cfg.train.generate_tokens and tokenizer:
             _generate(cfg, engine, tokenizer, writer)
         ok = True

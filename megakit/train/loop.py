@@ -21,6 +21,7 @@ from megakit.data.stream import SampleStream
 from megakit.data.tokenizer import Tokenizer
 from megakit.errors import AskedToStop, NotFinite
 from megakit.observe.flops import flops_per_token, mfu
+from megakit.observe.jsonl import JsonLines, rewind
 from megakit.observe.record import EvalRecord, StepRecord
 from megakit.observe.writer import MetricsWriter
 from megakit.optim.lr import learning_rate
@@ -54,16 +55,17 @@ class Trainer:
         train: SampleStream,
         valid: SampleStream | None,
         tokenizer: Tokenizer | None,
-        checkpoints: Path,
         run_dir: Path,
+        checkpoints: Path,
         writer: MetricsWriter | None,
     ):
         self.cfg, self.engine, self.progress = cfg, engine, progress
         self.train_stream, self.valid_stream, self.tokenizer = train, valid, tokenizer
-        self.checkpoints, self.run_dir, self.writer = checkpoints, run_dir, writer
+        self.checkpoints, self.writer = checkpoints, writer
         self.total = total_steps(cfg)
         self.resumed_from = progress.step
         self.saved_step: int | None = progress.step or None
+        self._samples = _samples_file(run_dir, progress.step) if writer and cfg.data.log_sample_ids else None
         self._last_save = time.monotonic()
         self._flops = flops_per_token(cfg.model, cfg.train.seq_len)
 
@@ -120,8 +122,8 @@ class Trainer:
         progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if result.skipped else 0
         if self.writer:
             self._report(self.writer, result, lr, took, started - waited)
-            if cfg.data.log_sample_ids:
-                self._log_samples(batch.all_ids.tolist())
+        if self._samples:
+            self._samples.write(json.dumps({"step": progress.step, "ids": batch.all_ids.tolist()}) + "\n")
         if progress.skipped_in_a_row >= cfg.train.max_skipped_steps:
             raise NotFinite(
                 f"step {progress.step}: loss {result.loss:g}, gradient norm {result.grad_norm:g} are not finite for"
@@ -156,10 +158,6 @@ class Trainer:
         )
         if result.skipped:
             writer.event("skipped_step", step=progress.step, loss=repr(result.loss), grad_norm=repr(result.grad_norm))
-
-    def _log_samples(self, ids: list[int]) -> None:
-        with open(self.run_dir / "samples.jsonl", "a") as file:
-            file.write(json.dumps({"step": self.progress.step, "ids": ids}) + "\n")
 
     def _evaluate(self) -> None:
         if self.valid_stream is None:
@@ -207,6 +205,12 @@ class Trainer:
         self.saved_step, self._last_save = progress.step, time.monotonic()
         if self.writer:
             self.writer.event("checkpoint", step=progress.step, path=os.fspath(path), save_time_s=time.monotonic() - started)
+
+
+def _samples_file(run_dir: Path, step: int) -> JsonLines:
+    path = run_dir / "samples.jsonl"
+    rewind(path, step)
+    return JsonLines(path)
 
 
 def peak_memory_gib(device: torch.device) -> float:

@@ -6,11 +6,11 @@ import signal
 import threading
 from types import FrameType, TracebackType
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 class StopSignal:
-    """While the context is open, SIGINT, SIGTERM and SIGUSR1 are noted in `name`; further ones do no harm.
+    """While the context is open, SIGINT, SIGTERM, SIGUSR1 and SIGHUP are noted in `name`; further ones do no harm.
 
     Outside the main thread (in a test) nothing is installed.
     """
@@ -27,8 +27,6 @@ class StopSignal:
             self._before = {s: signal.signal(s, self._note) for s in SIGNALS}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]

@@ -31,9 +31,7 @@ def micro_batches(e: Engine, step: int) -> list[MicroBatch]:
     n, size, dp = cfg.train.global_batch_size, cfg.train.micro_batch_size, e.state.size("dp")
     first = e.state.index("dp") * n // dp
     tokens, labels = (t[first : first + n // dp] for t in batch(cfg, step))
-    return [
-        MicroBatch(tokens[i : i + size].t(), labels[i : i + size].t(), step * n + first + i) for i in range(0, n // dp, size)
-    ]
+    return [MicroBatch(tokens[i : i + size].t(), labels[i : i + size].t(), step * n + first + i) for i in range(0, n // dp, size)]
 
 
 @dataclass

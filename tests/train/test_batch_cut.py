@@ -25,9 +25,7 @@ def first_step(cfg):
         labels[i, n:] = IGNORE
     per, size = 4 // e.state.size("dp"), cfg.train.micro_batch_size
     first = e.state.index("dp") * per
-    batches = [
-        MicroBatch(tokens[i : i + size].t(), labels[i : i + size].t(), i) for i in range(first, first + per, size)
-    ]
+    batches = [MicroBatch(tokens[i : i + size].t(), labels[i : i + size].t(), i) for i in range(first, first + per, size)]
     losses = e._executor(size).run(e._program, batches)
     e.buffers.finish()
     grads = e.buffers.boxes("grad", lambda b: e.buffers.grads[b.mine].clone(), owned=False)

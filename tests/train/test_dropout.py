@@ -49,7 +49,7 @@ def masks():
     e = engine(cfg)
     e.initialize()
     (b, *_) = micro_batches(e, 0)
-    return e.stage._embed(b.tokens_SB, 1) == 0
+    return e.stage._embed(b.tokens_SB, e.stage.word, 1) == 0
 
 
 def test_masks_differ_where_activations_are_sharded(pools):

@@ -38,9 +38,7 @@ def cells():
 @pytest.mark.parametrize(("tp", "pp", "dp", "zero", "sp"), list(cells()))
 def test_layout_equals_one_process(pools, reference, tp, pp, dp, zero, sp):
     family, start, curve, end = reference
-    cfg = tiny(
-        family, parallel__tp=tp, parallel__pp=pp, parallel__dp=dp, parallel__zero=zero, parallel__sequence_parallel=sp
-    )
+    cfg = tiny(family, parallel__tp=tp, parallel__pp=pp, parallel__dp=dp, parallel__zero=zero, parallel__sequence_parallel=sp)
     results = pools(tp * pp * dp).run(train, cfg)
     assert all(r.curve == results[0].curve for r in results), "ranks disagree"
     assert worst(results[0].curve, curve) < TOLERANCE

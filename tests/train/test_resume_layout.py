@@ -112,9 +112,7 @@ def test_any_dp_to_any_other(pools, tmp_path):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_whole_grid_to_one_process_and_to_another_grid(pools, tmp_path, precision):
     def cfg(tp, pp, dp, zero):
-        return tiny(
-            parallel__tp=tp, parallel__pp=pp, parallel__dp=dp, parallel__zero=zero, train__precision=precision
-        )
+        return tiny(parallel__tp=tp, parallel__pp=pp, parallel__dp=dp, parallel__zero=zero, train__precision=precision)
 
     before, _ = run(pools, cfg(2, 2, 2, 1), tmp_path, 0, 5, save_at=3)
     _, original = run(pools, cfg(2, 2, 2, 1), tmp_path, 3, 3)

@@ -78,7 +78,9 @@ def simulate(table: Table, cost: dict[str, float] = COST) -> list[tuple[float, f
                 if None not in ends:
                     ready.append((max([clock[stage], *(e for e in ends if e is not None)]), stage))
         if not ready:
-            waiting = [f"stage {s}: {row[a].kind}{row[a].microbatch}" for s, (row, a) in enumerate(zip(table, at)) if a < len(row)]
+            waiting = [
+                f"stage {s}: {row[a].kind}{row[a].microbatch}" for s, (row, a) in enumerate(zip(table, at)) if a < len(row)
+            ]
             raise Refused(f"the pipeline schedule stops, waiting are {', '.join(waiting)}")
         start, stage = min(ready)
         op = table[stage][at[stage]]
@@ -100,7 +102,9 @@ def check(table: Table, microbatches: int, kinds: str = "FB") -> list[int]:
         have = sorted(row)
         if have != wanted:
             odd = sorted(set(map(tuple, have)) ^ set(wanted)) or [o for o in have if have.count(o) > 1]
-            raise Refused(f"the pipeline schedule has {len(have)} operations on stage {stage}, {len(wanted)} are needed: see {odd[0]}")
+            raise Refused(
+                f"the pipeline schedule has {len(have)} operations on stage {stage}, {len(wanted)} are needed: see {odd[0]}"
+            )
         held, most = 0, 0
         for op in row:
             held += 1 if op.kind == "F" else -1
