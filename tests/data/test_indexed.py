@@ -136,6 +136,10 @@ def test_sequences_that_are_not_contiguous(tmp_path: Path) -> None:
     data[34 + 12 + 8 : 34 + 12 + 16] = struct.pack("<q", 6)  # the second sequence starts inside the first
     Path(f"{prefix}.idx").write_bytes(data)
     refused(prefix, "one behind the other")
+    data[34:46] = struct.pack("<3i", 8, -2, 6)  # they add up, with a length below zero
+    data[46:70] = struct.pack("<3q", 0, 16, 12)
+    Path(f"{prefix}.idx").write_bytes(data)
+    refused(prefix, "one behind the other")
 
 
 def test_sidecar_of_another_corpus(tmp_path: Path) -> None:

@@ -101,6 +101,15 @@ def test_blended_ids_name_source_and_sample(tmp_path: Path) -> None:
         assert np.array_equal(stream.read(rows), alone.read(rows & ((1 << SAMPLE_BITS) - 1)))
 
 
+def test_sources_of_one_size_have_orders_of_their_own(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_corpus(tmp_path / name, [100 * SEQ + 1])
+    stream, _ = build_streams(recipe([tmp_path / "a", tmp_path / "b"]))
+    ids = stream.ids(0, 200)
+    source, sample = ids >> SAMPLE_BITS, ids & ((1 << SAMPLE_BITS) - 1)
+    assert not np.array_equal(sample[source == 0], sample[source == 1])
+
+
 def test_sources_are_blended_by_their_tokens_by_default(tmp_path: Path) -> None:
     source = two(tmp_path).ids(0, 3420) >> SAMPLE_BITS
     assert abs(int((source == 1).sum()) - 420) <= 2

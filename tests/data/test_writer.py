@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megakit.data import writer as writer_module
 from megakit.data.indexed import IndexedFile
 from megakit.data.source import FileSource
 from megakit.data.writer import IndexedWriter, token_dtype, write_index
@@ -43,6 +44,14 @@ def test_blocks_and_single_documents_give_the_same_bytes(tmp_path: Path) -> None
         w.finish()
     for end in ("bin", "idx", "json"):
         assert (tmp_path / f"a.{end}").read_bytes() == (tmp_path / f"b.{end}").read_bytes()
+
+
+def test_long_indexes_are_written_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer_module, "_CHUNK", 2)
+    for documents in (DOCUMENTS, [[1], [2, 3], [4], [5, 6]], []):
+        write(tmp_path / "ours", documents, overwrite=True)
+        by_hand(tmp_path / "theirs", documents)
+        assert (tmp_path / "ours.idx").read_bytes() == (tmp_path / "theirs.idx").read_bytes()
 
 
 def test_sidecar(tmp_path: Path) -> None:

@@ -126,7 +126,8 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_ctrl_c_reaches_the_whole_group(tmp_path: Path, model_path: Path) -> None:
+@pytest.mark.parametrize("delay", [0.0, 0.05, 0.1, 0.4])
+def test_ctrl_c_reaches_the_whole_group(tmp_path: Path, model_path: Path, delay: float) -> None:
     """A terminal sends SIGINT to the workers too: one line is printed, no tracebacks."""
     source = write_jsonl(tmp_path / "a.jsonl", ["\n".join(plain_text(400))] * 1000)
     arguments = ["--input", source, "--tokenizer", model_path, "--output-prefix", tmp_path / "o", "--workers", 2]
@@ -135,7 +136,7 @@ def test_ctrl_c_reaches_the_whole_group(tmp_path: Path, model_path: Path) -> Non
     while not (tmp_path / f"o.bin.tmp-{process.pid}").exists():
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.005)
-    time.sleep(0.1)  # the workers are starting
+    time.sleep(delay)  # the workers are starting, or encode
     os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=10)
     assert process.returncode == 130

@@ -12,6 +12,7 @@ import signal
 import traceback
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Union, cast
@@ -39,7 +40,8 @@ class _Pool:
         context = multiprocessing.get_context("spawn")  # never a copy of the caller's threads
         self._processes: dict[Connection, BaseProcess] = {}
         self._queued: dict[Connection, deque[tuple[int, Block]]] = {}
-        # workers inherit the mask: Ctrl-C is for the parent, which ends them
+        # workers inherit the mask: Ctrl-C is for the parent, which ends them. The tracker's start would undo it
+        resource_tracker.ensure_running()
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             for _ in range(workers):
