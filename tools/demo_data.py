@@ -31,6 +31,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     except Stop as e:
         print(f"demo_data: {e}", file=sys.stderr)
         return e.code
+    except KeyboardInterrupt:
+        print("demo_data: interrupted; what is complete is kept", file=sys.stderr)
+        return 130
     return 0
 
 
