@@ -44,7 +44,7 @@ def _run(cfg: Config, ranks: Ranks, state: ParallelState, comm: Comm) -> None:
     checkpoints = Path(cfg.checkpoint.dir) if cfg.checkpoint.dir else run_dir / "checkpoints"
     # a job that the scheduler started again goes on from its own newest checkpoint, whatever its first start asked for
     resume, init_from = cfg.checkpoint.resume, cfg.checkpoint.init_from
-    if ranks.restart and store.steps(checkpoints):
+    if comm.broadcast_object(ranks.restart and bool(store.steps(checkpoints))):
         resume, init_from = "auto", None
     choice = store.choose(checkpoints, resume, init_from, comm)
     if choice.step is not None and choice.step >= total_steps(cfg):
