@@ -26,16 +26,24 @@ def init(cfg: Config, ranks: Ranks) -> tuple[torch.device, timedelta]:
     if wants_cuda(cfg.launch.device, gpus):
         device, backend = torch.device("cuda", device_index(ranks.local_rank, gpus)), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
-    address: str | None = "env://"  # torchrun's: the store that its agent hosts
-    store: dist.Store | None = None
-    if ranks.launcher != "torchrun":
-        address, store = f"tcp://{ranks.master_addr}:{ranks.master_port}", None
-    if ranks.store is not None:
-        address, store = None, dist.FileStore(ranks.store, ranks.world)
-    elif ranks.world == 1:
-        address, store = None, dist.HashStore()
-    dist.init_process_group(backend, address, timeout, ranks.world, ranks.rank, store)
+    dist.init_process_group(backend, store=_store(ranks, timeout), rank=ranks.rank, world_size=ranks.world, timeout=timeout)
     return device, timeout
+
+
+def _store(ranks: Ranks, timeout: timedelta) -> dist.Store:
+    """Where the ranks find one another."""
+    if ranks.store is not None:
+        return dist.FileStore(ranks.store, ranks.world)
+    if ranks.world == 1:
+        return dist.HashStore()
+    address = "env://" if ranks.launcher == "torchrun" else f"tcp://{ranks.master_addr}:{ranks.master_port}"
+    store, _, _ = next(dist.rendezvous(address, ranks.rank, ranks.world, timeout=timeout))
+    store.set_timeout(timeout)
+    if ranks.launcher == "torchrun" and ranks.local_world == ranks.world:
+        # its agent keeps one store over all restarts: without a prefix gloo connects to addresses of the last attempt.
+        # On several nodes each agent counts the restarts for itself, and the count can't tell the attempts apart.
+        return dist.PrefixStore(f"attempt{ranks.restart}", store)
+    return store
 
 
 def destroy(ok: bool) -> None:

@@ -6,6 +6,7 @@ import math
 import os
 import shlex
 import sys
+import time
 from collections.abc import Sequence
 
 from megakit.config.rules import cluster_world, model_ranks, planned_world, resolve
@@ -18,6 +19,8 @@ from megakit.launch.verdict import stop_line
 from megakit.launch.worker import load_target, report_error
 
 JOB = "megakit.train.job:run"
+CAUSE_FIRST_S = 2.0
+"""A rank that another's failure brought down ends so much later: torchrun and srun then see the cause first, and end all."""
 _GPUS_PER_NODE = 8
 """Assumed in advice where the recipe does not say."""
 
@@ -82,7 +85,9 @@ def _run_here(cfg: Config, ranks: Ranks, target: str) -> int:
             _say((f"megakit: {who} failed:\n" if who else "") + report.traceback.rstrip())
         elif report.line and (code != EXIT_ASKED_TO_STOP or ranks.rank == 0):
             _say(stop_line(code, f"{who}: {report.line}" if who else report.line))
-        if ranks.launcher == "torchrun" and code != EXIT_DONE:
+        if consequence:
+            time.sleep(CAUSE_FIRST_S)
+        elif ranks.launcher == "torchrun" and code != EXIT_DONE:
             _record_for_torchrun(exc)
     if ranks.world > 1:
         # tear-down could wait for peers that are gone, and change the exit code

@@ -14,8 +14,10 @@ import torch.distributed as dist
 
 from megakit.config.schema import Config
 from megakit.errors import AskedToStop, Refused, StorageFailed
-from megakit.launch import process_group
+from megakit.launch import process_group, run_folder
 from megakit.launch.env import Ranks
+from megakit.parallel.comm import Comm
+from megakit.parallel.grid import Grid, ParallelState
 
 
 def steps(cfg: Config, ranks: Ranks, at_step=lambda step: None, count: int = 5, pause_s: float = 0.0) -> int:
@@ -164,3 +166,30 @@ def with_children(cfg: Config, ranks: Ranks) -> int:
     if os.environ.get("STOP_RANK") == str(ranks.rank):
         os.kill(os.getpid(), signal.SIGSTOP)
     return steps(cfg, ranks, count=100_000, pause_s=0.01)
+
+
+def makes_run_folder(cfg: Config, ranks: Ranks) -> int:
+    """As the training job does; every rank prints the folder that it got."""
+    device, timeout = process_group.init(cfg, ranks)
+    comm = Comm(ParallelState(Grid(dp=ranks.world), device, timeout))
+    print("folder", run_folder.prepare(cfg, ranks, comm), flush=True)
+    process_group.destroy(ok=True)
+    return 0
+
+
+def raises_once(cfg: Config, ranks: Ranks) -> int:
+    """Rank 1 fails in the first attempt; torchrun starts all again."""
+    makes_run_folder(cfg, ranks)
+    if ranks.restart == 0 and ranks.rank == 1:
+        raise ValueError("planted in the first attempt")
+    time.sleep(1)
+    return 0
+
+
+def says_where(cfg: Config, ranks: Ranks) -> int:
+    print(ranks.launcher, ranks.world, cfg.parallel.dp, ranks.job_id, ranks.restart, flush=True)
+    return 0
+
+
+def interrupted(cfg: Config, ranks: Ranks) -> int:
+    raise KeyboardInterrupt
