@@ -11,14 +11,17 @@ from collections.abc import Sequence
 
 from megakit.config.rules import cluster_world, model_ranks, planned_world, resolve
 from megakit.config.schema import Config
-from megakit.errors import EXIT_ASKED_TO_STOP, EXIT_DONE, Refused
+from megakit.errors import EXIT_ASKED_TO_STOP, EXIT_DONE, EXIT_NOT_FINITE, Refused
 from megakit.launch import local
 from megakit.launch.devices import visible_gpus
 from megakit.launch.env import Ranks, check_tensor_parallel, ranks_from_env, restart_count
 from megakit.launch.verdict import stop_line
-from megakit.launch.worker import load_target, report_error
+from megakit.launch.worker import Report, load_target, report_error
 
 JOB = "megakit.train.job:run"
+AGREED = (EXIT_ASKED_TO_STOP, EXIT_NOT_FINITE)
+"""Ends that all ranks come to together."""
+STOP_S = 1.0
 CAUSE_FIRST_S = 2.0
 """A rank that another's failure brought down ends so much later: torchrun and srun then see the cause first, and end all."""
 _GPUS_PER_NODE = 8
@@ -79,21 +82,44 @@ def _run_here(cfg: Config, ranks: Ranks, target: str) -> int:
     except BaseException as exc:
         report = report_error(exc)
         code = report.code
-        who = "" if ranks.world == 1 else f"rank {ranks.rank} of {ranks.world}"
-        consequence = report.communication and not report.timed_out
-        if report.traceback and not consequence:
-            _say((f"megakit: {who} failed:\n" if who else "") + report.traceback.rstrip())
-        elif report.line and (code != EXIT_ASKED_TO_STOP or ranks.rank == 0):
-            _say(stop_line(code, f"{who}: {report.line}" if who else report.line))
-        if consequence:
-            time.sleep(CAUSE_FIRST_S)
-        elif ranks.launcher == "torchrun" and code != EXIT_DONE:
+        _tell(report, ranks)
+        if ranks.launcher == "torchrun" and code != EXIT_DONE and not report.consequence:
             _record_for_torchrun(exc)
+    if ranks.launcher == "slurm" and code in AGREED:
+        code = _speak_for_all(ranks, code)
     if ranks.world > 1:
         # tear-down could wait for peers that are gone, and change the exit code
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+    return code
+
+
+def _tell(report: Report, ranks: Ranks) -> None:
+    """Say how this rank failed: at once where it is the cause, and in one line where it isn't."""
+    who = "" if ranks.world == 1 else f"rank {ranks.rank} of {ranks.world}"
+    if report.traceback and not report.consequence:
+        _say((f"megakit: {who} failed:\n" if who else "") + report.traceback.rstrip())
+        return
+    if report.consequence:
+        _say(stop_line(report.code, f"{who}: {report.line}"))
+        time.sleep(CAUSE_FIRST_S)
+    elif report.line and report.code in AGREED:
+        if ranks.rank == 0:
+            _say(stop_line(report.code, report.line))
+    elif report.line:
+        time.sleep(STOP_S * (ranks.rank > 0))  # if rank 0 says the same, that is enough, and it ends this one
+        _say(stop_line(report.code, f"{who}: {report.line}" if ranks.rank else report.line))
+
+
+def _speak_for_all(ranks: Ranks, code: int) -> int:
+    """The exit code of a rank after an end that all ranks agreed on: rank 0's, last of all, and 0 for the others.
+
+    srun --kill-on-bad-exit ends every rank as soon as one has a code, and would report their death in place of it.
+    """
+    if ranks.rank > 0:
+        return EXIT_DONE
+    time.sleep(CAUSE_FIRST_S)
     return code
 
 

@@ -44,6 +44,11 @@ class Report:
     """The error came from a collective or a store: most likely because of another rank."""
     timed_out: bool = False
 
+    @property
+    def consequence(self) -> bool:
+        """Brought about by another rank that went away."""
+        return self.communication and not self.timed_out
+
 
 def load_target(name: str) -> Target:
     """`package.module:function`"""
