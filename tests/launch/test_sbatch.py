@@ -141,7 +141,7 @@ def test_without_scontrol_it_says_what_to_do(tmp_path):
 
 
 def test_arguments_reach_the_ranks_as_they_were_given(tmp_path):
-    odd = ["run.name=x", "data.path=[a b]", 'train.generate_prompt=it\'s "$HOME" `id`; $(id)']
+    odd = ["run.name=x", "data.weights=null", "data.path=[a b]", 'train.generate_prompt=it\'s "$HOME" `id`; $(id)']
     text = script(*odd, name="llama7b")
     bench = Bench(tmp_path, 'printf "%s\\n" "$@" > $OUT/args', text)
     assert bench.end()[0] == 0
