@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+SLOW = pytest.mark.slow
+"""For a way that another test of the same path goes too: each costs a start of two or three ranks."""
+
 
 def test_all_is_well(start):
     job = start("well", world=3)
@@ -21,9 +24,9 @@ def test_all_is_well(start):
     "target, last",
     [
         ("raises_in_loader", "ValueError: planted in the loader of rank 1"),
-        ("raises_in_backward", "ZeroDivisionError: division by zero"),
-        ("raises_in_save", "NotADirectoryError: [Errno 20] Not a directory: '/dev/null/shard'"),
-        pytest.param("raises_late", "ValueError: planted in rank 1", marks=pytest.mark.slow),
+        pytest.param("raises_in_backward", "ZeroDivisionError: division by zero", marks=SLOW),
+        pytest.param("raises_in_save", "NotADirectoryError: [Errno 20] Not a directory: '/dev/null/shard'", marks=SLOW),
+        pytest.param("raises_late", "ValueError: planted in rank 1", marks=SLOW),
     ],
 )
 def test_the_first_failure_comes_last_with_its_traceback(start, target, last):
@@ -82,7 +85,7 @@ def test_a_stop_is_one_line_and_its_code(start, target, code, line):
     assert (got, err) == (code, line) and not job.living()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [signal.SIGINT, *(pytest.param(s, marks=SLOW) for s in (signal.SIGTERM, signal.SIGHUP))])
 def test_a_request_to_stop_reaches_the_ranks(start, number):
     job = start("asked_to_stop")
     job.wait_for_line("running")

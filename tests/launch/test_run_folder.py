@@ -32,7 +32,7 @@ def start_folder(tmp_path, monkeypatch):
 
 
 def recipe(*overrides: str) -> Config:
-    return compose(["+recipe=demo", *overrides])
+    return compose(["+recipe=demo", "run.dir=null", *overrides])
 
 
 def prepare(cfg: Config | None = None, plan: str | None = None, **ranks) -> Path:

@@ -25,7 +25,7 @@ START = """
 import sys
 from megakit.config.compose import compose
 from megakit.launch.start import launch
-quick = ["launch.threads_per_rank=1", "launch.device=cpu", "launch.timeout_s=30", "train.global_batch_size=24"]
+quick = ["launch.threads_per_rank=1", "launch.device=cpu", "launch.timeout_s=30", "train.global_batch_size=24", "run.dir=null"]
 sys.exit(launch(compose(["+recipe=demo", *quick, *sys.argv[2:]]), target="tests.launch.targets:" + sys.argv[1]))
 """
 
