@@ -29,6 +29,8 @@ from megakit.launch.verdict import End, judge, process_state, stop_line, tail
 from megakit.launch.worker import STOP_SIGNALS, Report, Target, load_target, work
 
 NOTHING_TO_SAVE = "before the first step or after the last, so there was nothing to save"
+LEAVE_BAR = "\n\x1b[?25h"
+"""To a terminal on which rank 0 was ended in the middle of its progress bar: a new line, and the cursor."""
 TICK_S = 0.05
 SETTLE_S = 0.5
 """After a rank's own error: how long others may take to report theirs, which may be earlier."""
@@ -233,6 +235,8 @@ class _Launch:
             _say(f"megakit: rank {r.rank} (pid {r.pid}) can't be killed: it is {process_state(r.pid)}")
 
     def _conclude(self, silent: set[int], known: dict[int, str]) -> int:
+        if sys.stdout.isatty() and any(r.rank == 0 and r.report is None for r in self.ranks):
+            sys.stdout.write(LEAVE_BAR)
         if self.asked.count(signal.SIGINT) > 1:
             _say("megakit: ended at once, on the second Ctrl-C")
             return EXIT_FAILED
