@@ -67,6 +67,8 @@ def run(cfg: Config, world: int, target: str = "megakit.train.job:run", job_id: 
     launch = _Launch(cfg, world, wants_cuda(cfg.launch.device, visible_gpus(os.environ)))
     try:
         with launch.signals():
+            # torch asks NVML, not CUDA, whether there are GPUs: after a call of CUDA's no forked process could use one
+            os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
             function = load_target(target)  # before the fork, so that the ranks share what it imports
             for rank in range(world):
                 ranks = Ranks(rank, world, rank, world, None, None, "local", job_id, restart, os.path.join(folder, "store"))
@@ -85,21 +87,23 @@ def _fork(function: Target, cfg: Config, ranks: Ranks, guardian: Guardian, log: 
     sys.stderr.flush()
     parent = os.getpid()
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of fork with threads: those of torch's libraries are idle
-        pid = os.fork()
-    if pid == 0:
-        try:
-            guardian.leave()
-            reading.close()
-            work(function, cfg, ranks, writing, parent, log)
-        finally:
-            os._exit(EXIT_FAILED)
-    writing.close()
-    with suppress(PermissionError, ProcessLookupError):  # it has done so itself, or is gone
-        os.setpgid(pid, pid)
-    guardian.watch(pid)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of fork with threads: those of torch's libraries are idle
+            pid = os.fork()
+        if pid == 0:
+            try:
+                guardian.leave()
+                reading.close()
+                work(function, cfg, ranks, writing, parent, log)
+            finally:
+                os._exit(EXIT_FAILED)
+        writing.close()
+        with suppress(PermissionError, ProcessLookupError):  # it has done so itself, or is gone
+            os.setpgid(pid, pid)
+        guardian.watch(pid)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     return _Rank(ranks.rank, pid, reading, log)
 
 

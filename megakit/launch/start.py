@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from megakit.launch import local
 from megakit.launch.devices import visible_gpus
 from megakit.launch.env import Ranks, check_tensor_parallel, ranks_from_env, restart_count
 from megakit.launch.verdict import stop_line
-from megakit.launch.worker import Report, load_target, report_error
+from megakit.launch.worker import Report, end_with_parent, load_target, report_error
 
 JOB = "megakit.train.job:run"
 AGREED = (EXIT_ASKED_TO_STOP, EXIT_NOT_FINITE)
@@ -74,6 +75,8 @@ def local_world(cfg: Config, gpus: int, argv: Sequence[str] = ()) -> int:
 
 def _run_here(cfg: Config, ranks: Ranks, target: str) -> int:
     """Call the target in this process, and tell how it failed."""
+    if ranks.launcher == "torchrun":
+        end_with_parent(signal.SIGTERM)  # torchrun, when killed or sent SIGUSR1, leaves its ranks behind: save and stop
     try:
         return load_target(target)(cfg, ranks) or EXIT_DONE
     except KeyboardInterrupt:

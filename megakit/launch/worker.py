@@ -63,7 +63,7 @@ def report_error(exc: BaseException) -> Report:
     if isinstance(exc, Stop):
         return Report(now, exc.code, line)
     if isinstance(exc, SystemExit):
-        code = exc.code if isinstance(exc.code, int) else EXIT_FAILED * (exc.code is not None)
+        code = exc.code if isinstance(exc.code, int) and 0 <= exc.code < 256 else EXIT_FAILED * (exc.code is not None)
         return Report(now, code, f"ended with exit code {code}" if code else "")
     text = "".join(traceback.format_exception(exc))[-_LONGEST_TRACEBACK:]
     return Report(now, EXIT_FAILED, line, text, _is_communication(first), "time" in str(first).lower())
@@ -108,12 +108,17 @@ def work(target: Target, cfg: Config, ranks: Ranks, reports: Connection, parent:
     os._exit(report.code)
 
 
+def end_with_parent(number: int) -> None:
+    """Have the kernel send this signal to this process when its parent ends. Linux only; elsewhere nothing happens."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+
+
 def _settle(parent: int, log: str | None) -> None:
     """Make the forked process one of its own: its group, its signals, its streams."""
     # the terminal's Ctrl-C goes to the launcher alone, which tells the ranks once
     os.setpgid(0, 0)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent(signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(EXIT_FAILED)
     for number in STOP_SIGNALS:

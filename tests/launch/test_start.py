@@ -182,6 +182,18 @@ def test_a_restart_by_torchrun_uses_the_same_folder(tmp_path, monkeypatch):
     assert len(folders) == 4 and len(set(folders)) == 1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGUSR1])
+def test_ranks_save_and_end_when_torchrun_is_gone(tmp_path, number):
+    job = torchrun(tmp_path, "asked_to_stop")
+    job.wait_for_line("running")
+    assert len(job.living()) == 3
+    job.proc.send_signal(number)
+    assert job.all_gone(20)
+    _, _, err = job.wait()
+    assert "megakit: stopped: step 7, checkpoint saved" in err
+
+
 def test_ctrl_c_of_one_rank_is_quiet(tmp_path):
     job = Job([sys.executable, "-c", START, "interrupted", f"run.dir={tmp_path}"])
     code, _, err = job.wait()

@@ -105,6 +105,7 @@ def test_a_stop_is_one_line():
 def test_reports_of_ends_on_purpose():
     assert report_error(AskedToStop("saved")).code == 75 and report_error(AskedToStop("saved")).traceback == ""
     assert (report_error(SystemExit()).code, report_error(SystemExit(5)).code, report_error(SystemExit("no")).code) == (0, 5, 1)
+    assert report_error(SystemExit(256)).code == 1  # not 0, as the kernel would have it
     assert not End(0, 0.0, report_error(SystemExit(0)), 0).failed
 
 
