@@ -63,28 +63,29 @@ def run(argv: list[str]) -> int:
     if cfg.run.shrink:
         make_plan(cfg)  # a recipe that can't work isn't made to work by shrinking it
         cfg = shrink(cfg)
-    plan = make_plan(cfg, _world(cfg))
     if cfg.run.dry_run:
-        from megakit.config.terminal import console
-        from megakit.planner.render import render
-
-        console().print(render(plan))
+        _print_plan(cfg, _local_world(cfg))
         return EXIT_DONE
+    make_plan(cfg)  # refuses what can't work before anything is started
     from megakit.launch.start import launch
 
-    return launch(cfg, argv)
+    return launch(cfg, argv, announce=_print_plan if cfg.log.console != "off" else None)
 
 
-def _world(cfg: Config) -> int | None:
-    """Ranks that torchrun or srun have started, else all GPUs of this machine where the recipe leaves it to that."""
+def _print_plan(cfg: Config, world: int | None = None) -> None:
+    from megakit.config.terminal import console
+    from megakit.planner.plan import make_plan
+    from megakit.planner.render import render
+
+    console().print(render(make_plan(cfg, world)))
+
+
+def _local_world(cfg: Config) -> int | None:
+    """Ranks that plain `python` would start, where the recipe leaves that to the GPUs of this machine."""
     from megakit.config.rules import cluster_world, model_ranks
     from megakit.launch.devices import visible_gpus, wants_cuda
-    from megakit.launch.env import ranks_from_env
     from megakit.launch.start import local_world
 
-    ranks = None if cfg.run.dry_run else ranks_from_env(os.environ)
-    if ranks is not None:
-        return ranks.world
     gpus = visible_gpus(os.environ)
     open_here = cfg.parallel.dp is None and cluster_world(cfg) is None and wants_cuda(cfg.launch.device, gpus)
     return local_world(cfg, gpus) if open_here and gpus >= model_ranks(cfg) else None

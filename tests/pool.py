@@ -10,9 +10,10 @@ import multiprocessing as mp
 import os
 import tempfile
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from typing import Any, Callable
+from typing import Any
 
 TIMEOUT_S = 120.0
 

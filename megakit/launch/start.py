@@ -8,7 +8,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from megakit.config.rules import cluster_world, model_ranks, planned_world, resolve
 from megakit.config.schema import Config
@@ -29,18 +29,27 @@ _GPUS_PER_NODE = 8
 """Assumed in advice where the recipe does not say."""
 
 
-def launch(cfg: Config, argv: Sequence[str] = (), target: str = JOB) -> int:
+def launch(cfg: Config, argv: Sequence[str] = (), target: str = JOB, announce: Callable[[Config], None] | None = None) -> int:
     """Run a composed recipe to its end and return the exit code; what goes wrong in a rank is told on stderr.
 
     `argv` is the command line, for advice; `target` is the `module:function` that each rank calls with its resolved Config
-    and its Ranks. Raises Refused where the ranks and the recipe don't fit, before any starts.
+    and its Ranks; `announce` is called once per job with the resolved Config, before the ranks start to work. Raises
+    Refused where the ranks and the recipe don't fit, before any starts.
     """
+    # before torch is imported: OpenMP threads that spin while they wait take the cores from each other and from other
+    # processes (beside one busy process a step took 4 times as long)
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     ranks = ranks_from_env(os.environ)
     if ranks is not None:
         check_tensor_parallel(ranks, cfg.parallel.tp, cfg.parallel.allow_tp_across_nodes)
-        return _run_here(resolve(cfg, ranks.world), ranks, target)
+        cfg = resolve(cfg, ranks.world)
+        if announce and ranks.rank == 0:
+            announce(cfg)
+        return _run_here(cfg, ranks, target)
     world = local_world(cfg, visible_gpus(os.environ), argv)
     cfg, job, restart = resolve(cfg, world), os.environ.get("SLURM_JOB_ID"), restart_count(os.environ)
+    if announce:
+        announce(cfg)
     if world > 1:
         return local.run(cfg, world, target, job, restart)
     return _run_here(cfg, Ranks(job_id=job, restart=restart), target)

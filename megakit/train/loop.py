@@ -91,7 +91,7 @@ class Trainer:
                     self._save()
                 if asked.stop and step < self.total:
                     raise AskedToStop(
-                        f"stopped by a signal at step {step} of {self.total}: the checkpoint is saved, the same command goes on"
+                        f"at step {step} of {self.total}, as a signal asked: the checkpoint is saved, the same command goes on"
                     )
 
     def _interval(self, steps: int | None) -> bool:

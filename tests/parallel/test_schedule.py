@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from megakit.errors import Refused
@@ -44,7 +46,7 @@ def test_transfers_match_and_cannot_block(pp, m, make, per):
 
 def test_each_send_stands_behind_its_producer():
     for row in lower(one_f_one_b(4, 8)):
-        for before, op in zip(row, row[1:]):
+        for before, op in itertools.pairwise(row):
             if isinstance(op, Move) and op.kind == "SEND":
                 assert isinstance(before, Op) and before.microbatch == op.microbatch
 
