@@ -41,7 +41,8 @@ def seed_default_generator(device: torch.device, seed: int) -> None:
 
 def _keep(x: torch.Tensor, p: float, seed: int) -> torch.Tensor:
     generator = torch.Generator(x.device).manual_seed(seed)
-    return torch.empty_like(x).bernoulli_(1.0 - p, generator=generator)
+    # contiguous, not empty_like(x): it is filled in order of memory, and a gradient may have other strides than the output
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device).bernoulli_(1.0 - p, generator=generator)
 
 
 class _Dropout(torch.autograd.Function):
