@@ -66,9 +66,9 @@ class Stage(nn.Module):
         logits = column_linear(self.final_norm(x), self.head, None, self.region)
         if batch.labels_SB is None:
             return logits
-        return cross_entropy(
-            logits, batch.labels_SB, cfg.model.vocab_size, self.region.comm, cfg.train.label_smoothing, cfg.train.z_loss
-        )
+        # evaluation reports the cross entropy alone: the perplexity is made from it
+        smoothing, z_loss = (cfg.train.label_smoothing, cfg.train.z_loss) if self.training else (0.0, 0.0)
+        return cross_entropy(logits, batch.labels_SB, cfg.model.vocab_size, self.region.comm, smoothing, z_loss)
 
     def _embed(self, tokens_SB: torch.Tensor, word: torch.Tensor, seed: int) -> torch.Tensor:
         x = embedding(tokens_SB, word, self.region)
