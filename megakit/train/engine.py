@@ -89,13 +89,12 @@ class Engine:
     def logits(self, tokens: torch.Tensor, at: int) -> torch.Tensor:
         """tokens [S] -> fp32 logits [vocab_size] of what follows position `at`, equal on all ranks; padding rows left out."""
         outputs = self._forward([MicroBatch(tokens.to(self.state.device)[:, None], None, 0)])
-        tp, rows = self.state.size("tp"), self.cfg.model.make_vocab_size_divisible_by
-        padded = -(-self.cfg.model.vocab_size // (tp * rows)) * tp * rows
-        if outputs:
-            whole = self.comm.all_gather(outputs[0][at, 0].float(), "tp").wait()
+        vocab = self.cfg.model.vocab_size
+        if outputs:  # padding follows the last true row
+            whole = self.comm.all_gather(outputs[0][at, 0].float(), "tp").wait()[:vocab]
         else:
-            whole = torch.empty(padded, device=self.state.device)
-        return self.comm.broadcast(whole, "pp", self.state.size("pp") - 1)[: self.cfg.model.vocab_size]
+            whole = torch.empty(vocab, device=self.state.device)
+        return self.comm.broadcast(whole, "pp", self.state.size("pp") - 1)
 
     def boxes(self, owned: bool) -> Boxes:
         """What a checkpoint holds of this rank; see `FlatBuffers.boxes`."""
