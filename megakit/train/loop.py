@@ -44,6 +44,14 @@ class Progress:
         return cls(state["step"], state["consumed_samples"], state["skipped_in_a_row"])
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What the ranks have agreed on together with a step, equal on all of them."""
+
+    stop: bool
+    save: bool
+
+
 class Trainer:
     """One rank's training loop. `writer` is there on rank 0 only."""
 
@@ -63,7 +71,6 @@ class Trainer:
         self.train_stream, self.valid_stream, self.tokenizer = train, valid, tokenizer
         self.checkpoints, self.writer = checkpoints, writer
         self.total = total_steps(cfg)
-        self.resumed_from = progress.step
         self.saved_step: int | None = progress.step or None
         self._samples = _samples_file(run_dir, progress.step) if writer and cfg.data.log_sample_ids else None
         self._last_save = time.monotonic()
@@ -85,24 +92,18 @@ class Trainer:
             while self.progress.step < self.total:
                 asked = self._step(loader, stop)
                 step = self.progress.step
-                if cfg.train.eval_interval and (step % cfg.train.eval_interval == 0 or step == self.total):
-                    self._evaluate()
-                if asked.stop or asked.save or step == self.total or self._interval(cfg.checkpoint.interval_steps):
+                if asked.stop or asked.save or self._due(cfg.checkpoint.interval_steps) or step == self.total:
                     self._save()
-                if asked.stop and step < self.total:
+                if asked.stop and step < self.total:  # before any evaluation: the time until the job is killed may be short
                     raise AskedToStop(
                         f"at step {step} of {self.total}, as a signal asked: the checkpoint is saved, the same command goes on"
                     )
+                if self._due(cfg.train.eval_interval) or (cfg.train.eval_interval and step == self.total):
+                    self._evaluate()
 
-    def _interval(self, steps: int | None) -> bool:
-        return bool(steps) and self.progress.step % (steps or 1) == 0
-
-    @dataclass(frozen=True)
-    class Asked:
-        """What the ranks have agreed on together with the step."""
-
-        stop: bool
-        save: bool
+    def _due(self, interval: int | None) -> bool:
+        """This step ends an interval of so many steps; 0 and None: never."""
+        return bool(interval and self.progress.step % interval == 0)
 
     def _step(self, loader: Loader, stop: StopSignal) -> Asked:
         cfg, progress = self.cfg, self.progress
@@ -125,12 +126,15 @@ class Trainer:
         if self._samples:
             self._samples.write(json.dumps({"step": progress.step, "ids": batch.all_ids.tolist()}) + "\n")
         if progress.skipped_in_a_row >= cfg.train.max_skipped_steps:
-            raise NotFinite(
+            reason = (
                 f"step {progress.step}: loss {result.loss:g}, gradient norm {result.grad_norm:g} are not finite for"
                 f" {progress.skipped_in_a_row} steps in a row (train.max_skipped_steps = {cfg.train.max_skipped_steps}):"
                 f" start from an earlier checkpoint with a lower optim.lr = {cfg.optim.lr:g} or other data"
             )
-        return self.Asked(stop=result.votes[0] > 0, save=result.votes[1] > 0)
+            if self.writer:
+                self.writer.event("alert", text=reason)
+            raise NotFinite(reason)
+        return Asked(stop=result.votes[0] > 0, save=result.votes[1] > 0)
 
     def _report(self, writer: MetricsWriter, result: StepResult, lr: float, took: float, waited: float) -> None:
         cfg, progress = self.cfg, self.progress
