@@ -3,9 +3,12 @@ the same activations; and recomputation changes nothing: ME3's gradients."""
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 
+from megakit.modeling import attention, block
 from megakit.parallel.random import dropout, mix
 from tests.tiny import tiny
 from tests.train.parity import engine, micro_batches, train, worst
@@ -25,6 +28,14 @@ def test_dropout_keeps_the_mean_and_draws_the_same_mask_in_backward():
     assert torch.equal(x.grad != 0, kept)
     assert torch.equal(dropout(x, 0.25, seed=5), y) and not torch.equal(dropout(x, 0.25, seed=6), y)
     assert dropout(x, 0.0, seed=5) is x
+
+
+def test_the_mask_does_not_depend_on_the_layout_in_memory():
+    """Of a gradient, which need not have the strides of the output."""
+    x = torch.ones(6, 5, 4, requires_grad=True)
+    y = dropout(x, 0.5, seed=1)
+    y.backward(torch.ones(4, 5, 6).permute(2, 1, 0))
+    assert torch.equal(x.grad, y.detach())
 
 
 def test_mix_tells_its_arguments_apart():
@@ -55,6 +66,33 @@ def masks():
 def test_masks_differ_where_activations_are_sharded(pools):
     a, b = pools(2).run(masks)
     assert a.shape == b.shape and 0.4 < (a != b).float().mean() < 0.6
+
+
+def seeds(sequence_parallel):
+    """What each dropout of two micro-batches is drawn from -> (of the residual stream, of attention)."""
+    cfg = with_dropout(parallel__tp=2, parallel__sequence_parallel=sequence_parallel, model__attention_dropout=0.1)
+    e = engine(cfg)
+    e.initialize()
+    hidden, inside = [], []
+    with (
+        mock.patch.object(block, "dropout", lambda x, p, seed: hidden.append(seed) or x),
+        mock.patch.object(attention, "seed_default_generator", lambda device, seed: inside.append(seed)),
+    ):
+        for b in micro_batches(e, 0)[:2]:
+            e.stage(None, b)
+    return hidden, inside
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_every_dropout_has_a_seed_of_its_own(pools, sequence_parallel):
+    (hidden_0, inside_0), (hidden_1, inside_1) = pools(2).run(seeds, sequence_parallel)
+    assert len(hidden_0) == 2 * (1 + 4 * 2) and len(inside_0) == 2 * 4
+    everywhere = [*hidden_0, *inside_0, *inside_1]
+    if sequence_parallel:
+        everywhere += hidden_1
+    else:
+        assert hidden_1 == hidden_0, "replicated activations have one mask on all ranks"
+    assert len(set(everywhere)) == len(everywhere)
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
