@@ -32,6 +32,9 @@ def test_between_the_ends():
     wsd = make("wsd", wsd_decay_steps=20)
     assert learning_rate(wsd, 80, END) == 3e-4
     assert learning_rate(wsd, 85, END) == pytest.approx(3e-4 - 2.7e-4 * 5 / 20)
+    wsd = make("wsd")  # the last tenth
+    assert learning_rate(wsd, 90, END) == 3e-4
+    assert learning_rate(wsd, 95, END) == pytest.approx((3e-4 + 3e-5) / 2)
 
 
 def test_decay_steps_end_the_decay_before_the_run_does():

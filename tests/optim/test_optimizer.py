@@ -30,6 +30,25 @@ def test_weight_decay_is_decoupled_and_spares_norms_and_biases(pools, family):
         assert values == pytest.approx([2.0 if spared else 2.0 * (1 - 0.1 * 0.5)]), name
 
 
+def one_step(clip):
+    e = engine(tiny(optim__clip_grad=clip))
+    e.initialize()
+    e._executor(1).run(e._program, micro_batches(e, 0))
+    e.buffers.finish()
+    (bucket, *_) = e.buffers.buckets
+    result = e.optimizer.step(0.01, torch.zeros(()), torch.full((), 100.0))
+    return result.grad_norm, e.optimizer.exp_avg[bucket].norm().item()
+
+
+def test_clipping_bounds_a_large_gradient_and_leaves_a_small_one(pools):
+    """The first moment after one step is (1 - beta1) times the gradient that the step used."""
+    norm, whole = pools(1).run(one_step, 0.0)[0]
+    assert pools(1).run(one_step, norm * 1000)[0] == (norm, whole)
+    got, clipped = pools(1).run(one_step, norm / 8)[0]
+    assert got == norm, "reported before clipping"
+    assert clipped == pytest.approx(whole / 8, rel=1e-5)
+
+
 def poisoned(cfg, bad, where):
     """Two steps, of which one rank's gradients of the first are poisoned -> results, and whether weights were kept."""
     e = engine(cfg)

@@ -91,6 +91,8 @@ def test_initial_values_by_name_and_block():
         spec = specs(cfg)[name]
         full = whole.read(name, (0, 0), spec.shard.shape)
         assert full.std().item() == pytest.approx(spec.init, rel=0.02)
+        half = len(full) // 2
+        assert full.numel() < 2 * RandomSource.BLOCK or not torch.equal(full[:half], full[half : 2 * half]), "blocks repeat"
         for tp in (2, 4):
             for rank in range(tp):
                 for piece in specs(cfg, tp, rank)[name].shard.pieces():
