@@ -6,12 +6,16 @@ import json
 import multiprocessing as mp
 import os
 import sys
+import tempfile
 import traceback
+from collections.abc import Callable
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 from megakit.config.schema import Config
 from megakit.errors import Stop
+from megakit.launch.env import Ranks
 from tests.tiny import tiny
 
 TIMEOUT_S = 120
@@ -33,18 +37,19 @@ def config(run_dir: Path, **keys: Any) -> Config:
     return tiny(**{**defaults, **keys})
 
 
-def _child(cfg: Config, conn: Any, log: str) -> None:
+def _child(cfg: Config, ranks: Ranks, hook: Callable[[], None] | None, conn: Any, log: str) -> None:
     import torch
 
     torch.set_num_threads(1)
     with open(log, "a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    from megakit.launch.env import Ranks
     from megakit.train.job import run
 
     try:
-        conn.send((run(cfg, Ranks()), ""))
+        if hook:
+            hook()
+        conn.send((run(cfg, ranks), ""))
     except Stop as stop:
         conn.send((stop.code, str(stop)))
     except BaseException:
@@ -53,21 +58,44 @@ def _child(cfg: Config, conn: Any, log: str) -> None:
     os._exit(0)
 
 
-def run_job(cfg: Config) -> tuple[int, str]:
-    """One process's whole run -> exit code, and the line or traceback it ended with."""
+def run_job(cfg: Config, hook: Callable[[], None] | None = None) -> tuple[int, str]:
+    """A whole run, one process per rank of the config's grid -> exit code, and the line or traceback it ended with.
+
+    `hook` is called in each rank before the run. All ranks must end in the same way.
+    """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "torch.distributed.checkpoint"])
-    here, there = context.Pipe()
-    Path(cfg.run.dir or ".").mkdir(parents=True, exist_ok=True)
-    proc = context.Process(target=_child, args=(cfg, there, str(Path(cfg.run.dir or ".") / "output.log")))
-    proc.start()
-    there.close()
+    folder = Path(cfg.run.dir or ".")
+    folder.mkdir(parents=True, exist_ok=True)
+    p = cfg.parallel
+    world = p.tp * p.pp * (p.dp or 1)
+    store = tempfile.mktemp(prefix="megakit-job-") if world > 1 else None
+    conns: dict[Any, int] = {}
+    procs = []
+    for rank in range(world):
+        here, there = context.Pipe()
+        conns[here] = rank
+        ranks = Ranks(rank, world, rank, world, launcher="local" if store else "single", store=store)
+        procs.append(context.Process(target=_child, args=(cfg, ranks, hook, there, str(folder / "output.log"))))
+        procs[-1].start()
+        there.close()
+    ends: dict[int, tuple[int, str]] = {}
     try:
-        assert here.poll(TIMEOUT_S), f"the run took longer than {TIMEOUT_S} s"
-        return here.recv()
+        while conns:  # not in order of rank: the one that failed answers, the others hang in a collective
+            ready = wait(list(conns), TIMEOUT_S)
+            assert ready, f"ranks {sorted(conns.values())} took longer than {TIMEOUT_S} s"
+            for conn in ready:
+                ends[conns.pop(conn)] = conn.recv()
+            if any(code == 1 for code, _ in ends.values()):
+                break
+        failed = [end for end in ends.values() if end[0] == 1]
+        assert failed or len(set(ends.values())) == 1, f"the ranks ended in different ways: {ends}"
+        return failed[0] if failed else ends[0]
     finally:
-        proc.kill()
-        proc.join()
+        for proc in procs:
+            proc.kill()
+        for proc in procs:
+            proc.join()
 
 
 def output(cfg: Config) -> str:
