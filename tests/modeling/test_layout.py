@@ -1,4 +1,4 @@
-"""Which layers and parameters a rank holds: CF2's table, in full; every element of the model once; where gradients are partial."""
+"""Which layers and parameters a rank holds: CF2's table, in full; every element once; where gradients are partial."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.tiny import tiny
 @pytest.mark.parametrize(("layers", "stages"), list(itertools.product(range(1, 13), range(1, 5))))
 def test_the_stages_hold_each_layer_once_and_in_order_or_the_split_is_refused(layers, stages):
     if layers < stages:
-        with pytest.raises(Refused, match=f"num_layers = {layers} is less than parallel.pp = {stages}: use parallel.pp <= {layers}"):
+        with pytest.raises(Refused, match=rf"num_layers = {layers} is less than .* = {stages}: use parallel.pp <= {layers}$"):
             split_layers(layers, stages)
         return
     split = split_layers(layers, stages)

@@ -1,6 +1,7 @@
 """Each tensor-parallel operator against its unsharded form: output, input gradient, weight and bias gradient.
 
-Shapes as in tensor.py: S sequence, B micro-batch, I and O features in and out. All in fp64, on two ranks.
+Shapes: S sequence, B micro-batch, IN and OUT features, V vocabulary rows. In fp64 (fp32 where a sink takes the gradients), on two
+ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from megakit.parallel.comm import Comm
 from megakit.parallel.grid import Grid, ParallelState
 from megakit.parallel.tensor import Region, column_linear, embedding, row_linear
 
-TP, S, B, I, O, V = 2, 6, 3, 8, 10, 14
+TP, S, B, IN, OUT, V = 2, 6, 3, 8, 10, 14
 
 
 class Sink:
@@ -32,16 +33,16 @@ class Sink:
 def problem(dtype=torch.float64):
     """Global input, token ids, weight, bias, table, and the gradients of both outputs."""
     g = torch.Generator().manual_seed(11)
-    x, w, b, table = (torch.randn(*shape, generator=g) for shape in ((S, B, I), (O, I), (O,), (V, O)))
+    x, w, b, table = (torch.randn(*shape, generator=g) for shape in ((S, B, IN), (OUT, IN), (OUT,), (V, OUT)))
     ids = torch.randint(V, (S, B), generator=g)
     ids[0, 0], ids[1, 0], ids[2, 0], ids[3, 0] = 0, V // TP - 1, V // TP, V - 1  # both edges of both cuts
-    dy = torch.randn(S, B, O, generator=g)
+    dy = torch.randn(S, B, OUT, generator=g)
     x, w, b, table, dy = (t.to(dtype) for t in (x, w, b, table, dy))
     return x, ids, w, b, table, dy
 
 
 def reference(kind: str, bias: bool):
-    """-> y [S, B, O], gx [S, B, I] or None, gw, gb or None"""
+    """-> y [S, B, OUT], gx [S, B, IN] or None, gw, gb or None"""
     x, ids, w, b, table, dy = (t.requires_grad_() if t.is_floating_point() else t for t in problem())
     y = F.embedding(ids, table) if kind == "embedding" else F.linear(x, w, b if bias else None)
     y.backward(dy.detach())

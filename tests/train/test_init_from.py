@@ -25,7 +25,7 @@ def test_a_run_starts_from_a_hugging_face_folder(tmp_path, family):
     reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():
         loss = F.cross_entropy(reference(tokens[:, :-1]).logits.flatten(0, 1), tokens[:, 1:].flatten()).item()
-    assert [r["loss"] for r in records(run)][0] == pytest.approx(loss, rel=1e-5)
+    assert records(run)[0]["loss"] == pytest.approx(loss, rel=1e-5)
     cfg.train.steps = 3
     assert run_job(cfg) == (EXIT_DONE, "")
     assert [(r["kind"], r["step"]) for r in records(run)] == [("train", 1), ("train", 2), ("train", 3)]
