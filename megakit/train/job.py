@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
@@ -47,9 +48,10 @@ def _run(cfg: Config, ranks: Ranks, state: ParallelState, comm: Comm) -> None:
     if comm.broadcast_object(ranks.restart and bool(store.steps(checkpoints))):
         resume, init_from = "auto", None
     choice = store.choose(checkpoints, resume, init_from, comm)
-    if choice.step is not None and choice.step >= total_steps(cfg):
+    last = _last_step(cfg, choice)
+    if choice.step is not None and choice.step >= last:
         if state.rank == 0:
-            print(f"nothing left to do: {choice.path} is at step {choice.step} of {total_steps(cfg)}")
+            print(f"nothing left to do: {choice.path} is at step {choice.step} of {last}")
         return
     train, valid = build_streams(cfg)
     tokenizer = load_tokenizer(cfg.data.tokenizer) if cfg.data.tokenizer and not cfg.data.mock else None
@@ -61,18 +63,26 @@ def _run(cfg: Config, ranks: Ranks, state: ParallelState, comm: Comm) -> None:
     progress = _start(cfg, engine, choice)
     writer = None
     if state.rank == 0:
-        writer = MetricsWriter(cfg, run_dir, total_steps=total_steps(cfg), start_step=progress.step)
+        writer = MetricsWriter(cfg, run_dir, total_steps=last, start_step=progress.step)
     ok = False
     try:
         if writer:
             _announce(writer, choice, alerts, train, valid)
-        Trainer(cfg, engine, progress, train, valid, tokenizer, run_dir, checkpoints, writer).run()
+        Trainer(cfg, engine, progress, last, train, valid, tokenizer, run_dir, checkpoints, writer).run()
         if cfg.train.generate_tokens and tokenizer:
             _generate(cfg, engine, tokenizer, writer)
         ok = True
     finally:
         if writer:
             writer.close(ok)
+
+
+def _last_step(cfg: Config, choice: store.Choice) -> int:
+    """The step at which the run is done. Steps before a resume may have had another batch size: train.tokens counts tokens."""
+    if choice.step is None or choice.manifest is None or cfg.train.tokens is None:
+        return total_steps(cfg)
+    left = cfg.train.tokens - choice.manifest["consumed_tokens"]
+    return choice.step + max(0, math.ceil(left / (cfg.train.global_batch_size * cfg.train.seq_len)))
 
 
 def _start(cfg: Config, engine: Engine, choice: store.Choice) -> Progress:

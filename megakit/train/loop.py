@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from megakit.checkpoint import store
-from megakit.config.rules import total_steps
 from megakit.config.schema import Config
 from megakit.data.loader import Loader
 from megakit.data.stream import SampleStream
@@ -53,13 +52,14 @@ class Asked:
 
 
 class Trainer:
-    """One rank's training loop. `writer` is there on rank 0 only."""
+    """One rank's training loop, up to step `total`. `writer` is there on rank 0 only."""
 
     def __init__(
         self,
         cfg: Config,
         engine: Engine,
         progress: Progress,
+        total: int,
         train: SampleStream,
         valid: SampleStream | None,
         tokenizer: Tokenizer | None,
@@ -67,10 +67,9 @@ class Trainer:
         checkpoints: Path,
         writer: MetricsWriter | None,
     ):
-        self.cfg, self.engine, self.progress = cfg, engine, progress
+        self.cfg, self.engine, self.progress, self.total = cfg, engine, progress, total
         self.train_stream, self.valid_stream, self.tokenizer = train, valid, tokenizer
         self.checkpoints, self.writer = checkpoints, writer
-        self.total = total_steps(cfg)
         self.saved_step: int | None = progress.step or None
         self._samples = _samples_file(run_dir, progress.step) if writer and cfg.data.log_sample_ids else None
         self._last_save = time.monotonic()
@@ -107,7 +106,7 @@ class Trainer:
 
     def _step(self, loader: Loader, stop: StopSignal) -> Asked:
         cfg, progress = self.cfg, self.progress
-        waited = time.monotonic()
+        asked_for = time.monotonic()
         batch = next(loader)
         started = time.monotonic()
         first = progress.consumed_samples + self.engine.state.index("dp") * len(batch.ids)
@@ -122,7 +121,7 @@ class Trainer:
         progress.consumed_samples += cfg.train.global_batch_size
         progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if result.skipped else 0
         if self.writer:
-            self._report(self.writer, result, lr, took, started - waited)
+            self._report(self.writer, result, lr, took, started - asked_for)
         if self._samples:
             self._samples.write(json.dumps({"step": progress.step, "ids": batch.all_ids.tolist()}) + "\n")
         if progress.skipped_in_a_row >= cfg.train.max_skipped_steps:

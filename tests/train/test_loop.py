@@ -182,6 +182,17 @@ def test_samples_losses_and_evaluations_do_not_depend_on_dp(tmp_path):
         assert got[:2] == expected[:2] and got[2] == pytest.approx(expected[2], rel=1e-5)
 
 
+def test_train_tokens_counts_tokens_also_where_the_batch_grows(tmp_path):
+    """3 steps of 4 samples, then the other 12 samples as 2 steps of 8: 24 samples, or nearest above."""
+    keys = {"train__steps": None, "train__tokens": 24 * 32}
+    cfg = config(tmp_path, **keys)
+    assert run_job(cfg, functools.partial(send_signal, signal.SIGTERM, 2, 0))[0] == EXIT_ASKED_TO_STOP
+    assert run_job(config(tmp_path, train__global_batch_size=8, **keys)) == (EXIT_DONE, "")
+    seen = [(r["step"], r["consumed_samples"]) for r in records(tmp_path)]
+    assert seen == [(1, 4), (2, 8), (3, 12), (4, 20), (5, 28)]
+    assert [len(ids) for _, ids in sorted(sample_ids(tmp_path).items())] == [4, 4, 4, 8, 8]
+
+
 def fail_to_evaluate():
     loop.evaluate = mock.Mock(side_effect=RuntimeError("evaluation failed"))  # type: ignore[assignment]
 
