@@ -103,6 +103,25 @@ def test_initial_values_by_name_and_block():
     assert not torch.equal(RandomSource(specs(cfg), seed=4).read(name, (0, 0), full.shape), full)
 
 
+def weights_and_masters(dp, zero):
+    """After 2 steps in bf16: the weights, and this rank's part of the masters beside the same part of the weights."""
+    e = engine(tiny(parallel__dp=dp, parallel__zero=zero, train__precision="bf16"))
+    e.initialize()
+    start = e.buffers.flat.clone()
+    for i in range(2):
+        e.train_step(micro_batches(e, i), 0.01)
+    b = e.buffers
+    return start, b.flat.clone(), [(b.master(k).clone(), b.flat[k.mine].clone()) for k in b.buckets]
+
+
+@pytest.mark.parametrize(("dp", "zero"), [(1, 0), (2, 0), (2, 1)])
+def test_bf16_weights_are_the_rounded_masters_on_every_rank(pools, dp, zero):
+    results = pools(dp).run(weights_and_masters, dp, zero)
+    for start, weights, parts in results:
+        assert torch.equal(weights, results[0][1]) and (weights != start).float().mean() > 0.8
+        assert all(torch.equal(master.bfloat16(), part) for master, part in parts)
+
+
 def bf16_accumulation():
     """8 micro-batches whose gradient contributions are 1 + 7 * 2^-10: a bf16 sum would lose the small ones."""
     e = engine(tiny(train__precision="bf16"))
