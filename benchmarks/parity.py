@@ -22,7 +22,9 @@ from tests.train.test_parity import GRIDS
 
 def main() -> None:
     pools = {world: Pool(world) for world in (1, 2, 4, 8)}
-    table = Table("family", "zero", "sp", *("x".join(map(str, grid)) for grid in GRIDS), title="worst relative difference, TPxPPxDP")
+    table = Table(
+        "family", "zero", "sp", *("x".join(map(str, grid)) for grid in GRIDS), title="worst relative difference, TPxPPxDP"
+    )
     for family in ("llama", "gpt2"):
         begin = assemble([r.before for r in pools[1].run(train, tiny(family), steps=0)])
         weights = {n.removeprefix("master."): t for n, t in begin.items() if n.startswith("master.")}

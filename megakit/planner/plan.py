@@ -186,6 +186,11 @@ def _formula(cfg: Config, grid: Grid) -> str:
 
 def _notes(cfg: Config, grid: Grid, stages: list[StagePlan], open_world: bool) -> list[str]:
     t, notes = cfg.train, []
+    if cfg.optim.warmup_steps >= rules.total_steps(cfg):
+        notes.append(
+            f"the run ends in its warm-up: optim.warmup_steps = {cfg.optim.warmup_steps}, steps = {rules.total_steps(cfg)};"
+            f" optim.lr = {cfg.optim.lr:g} is not passed"
+        )
     micro_batches = t.global_batch_size // (t.micro_batch_size * grid.dp)
     if open_world:
         notes.append(

@@ -224,3 +224,8 @@ def test_planned_bytes_are_those_of_the_real_tensors(pools, overrides: list[str]
             for weights, gradients, optimizer, padding in real[lo : hi + 1]:
                 assert (weights, gradients) == (stage.weight_bytes, stage.gradient_bytes)
                 assert stage.optimizer_bytes <= optimizer <= stage.optimizer_bytes + padding
+
+
+def test_a_run_that_ends_in_its_warmup_is_noted():
+    assert any("ends in its warm-up" in n for n in make_plan(tiny("optim.warmup_steps=2000")).notes)
+    assert not any("warm-up" in n for n in make_plan(tiny("optim.warmup_steps=0")).notes)
