@@ -1,4 +1,4 @@
-"""The one writer of a run's records: metrics.jsonl and events.jsonl, the console, TensorBoard, Weights & Biases."""
+"""The one writer of a run's records: metrics, events and sample ids as JSON lines, the console, TensorBoard, Weights & Biases."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class MetricsWriter:
     """Use it on one rank. No sink ever stops or holds up the training: each that fails or hangs costs one warning.
 
     `start_step` steps are done already: records of later ones, of a run that was killed after its last checkpoint, are cut
-    from metrics.jsonl, so that it has one line per step.
+    from metrics.jsonl and samples.jsonl, so that they have one line per step.
     """
 
     def __init__(self, cfg: Config, run_dir: Path, *, total_steps: int, start_step: int = 0):
@@ -31,7 +31,10 @@ class MetricsWriter:
         self._lock, self._warned = threading.Lock(), set[str]()
         self._console = self._make_console(cfg, total_steps, start_step)
         self._files: dict[str, JsonLines] = {}
-        for name, keep in (("events", None), ("metrics", start_step)):
+        names: dict[str, int | None] = {"events": None, "metrics": start_step}
+        if cfg.data.log_sample_ids:
+            names["samples"] = start_step
+        for name, keep in names.items():
             self._try(name, self._open, name, run_dir / f"{name}.jsonl", keep)
         self._trackers: list[Background] = []
         if cfg.log.tensorboard:
@@ -58,6 +61,10 @@ class MetricsWriter:
             self._console.put("evaluation", record)
         for tracker in self._trackers:
             tracker.put("record", record)
+
+    def samples(self, step: int, ids: list[int]) -> None:
+        """The sample ids of a step's global batch, for samples.jsonl."""
+        self._try("samples", self._write, "samples", to_line("samples", {"step": step, "ids": ids}))
 
     def event(self, kind: str, **fields: Any) -> None:
         """Something that happened, for events.jsonl: a resume, an alert, a skipped step, a checkpoint."""

@@ -15,13 +15,13 @@ def generate(engine: Engine, prompt: list[int], count: int, end: int | None, see
     """Yield up to `count` tokens that continue `prompt`, sampled at temperature 0.8, until `end` is drawn. Collective.
 
     Every token takes a forward pass over the whole sequence length; there is no cache. The context is the last
-    `train.seq_len - 1` tokens.
+    `train.seq_len` tokens.
     """
     length = engine.cfg.train.seq_len
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt)
     for _ in range(count):
-        context = tokens[-(length - 1) :]
+        context = tokens[-length:]
         padded = torch.zeros(length, dtype=torch.int64)
         padded[: len(context)] = torch.tensor(context)
         logits = engine.logits(padded, len(context) - 1).cpu()

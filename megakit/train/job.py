@@ -68,7 +68,7 @@ def _run(cfg: Config, ranks: Ranks, state: ParallelState, comm: Comm) -> None:
     try:
         if writer:
             _announce(writer, choice, alerts, train, valid)
-        Trainer(cfg, engine, progress, last, train, valid, tokenizer, run_dir, checkpoints, writer).run()
+        Trainer(cfg, engine, progress, last, train, valid, tokenizer, checkpoints, writer).run()
         if cfg.train.generate_tokens and tokenizer:
             _generate(cfg, engine, tokenizer, writer)
         ok = True

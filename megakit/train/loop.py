@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import resource
@@ -20,7 +19,6 @@ from megakit.data.stream import SampleStream
 from megakit.data.tokenizer import Tokenizer
 from megakit.errors import AskedToStop, NotFinite
 from megakit.observe.flops import flops_per_token, mfu
-from megakit.observe.jsonl import JsonLines, rewind
 from megakit.observe.record import EvalRecord, StepRecord
 from megakit.observe.writer import MetricsWriter
 from megakit.optim.lr import learning_rate
@@ -63,7 +61,6 @@ class Trainer:
         train: SampleStream,
         valid: SampleStream | None,
         tokenizer: Tokenizer | None,
-        run_dir: Path,
         checkpoints: Path,
         writer: MetricsWriter | None,
     ):
@@ -71,7 +68,6 @@ class Trainer:
         self.train_stream, self.valid_stream, self.tokenizer = train, valid, tokenizer
         self.checkpoints, self.writer = checkpoints, writer
         self.saved_step: int | None = progress.step or None
-        self._samples = _samples_file(run_dir, progress.step) if writer and cfg.data.log_sample_ids else None
         self._last_save = time.monotonic()
         self._flops = flops_per_token(cfg.model, cfg.train.seq_len)
 
@@ -122,8 +118,8 @@ class Trainer:
         progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if result.skipped else 0
         if self.writer:
             self._report(self.writer, result, lr, took, started - asked_for)
-        if self._samples:
-            self._samples.write(json.dumps({"step": progress.step, "ids": batch.all_ids.tolist()}) + "\n")
+            if cfg.data.log_sample_ids:
+                self.writer.samples(progress.step, batch.all_ids.tolist())
         if progress.skipped_in_a_row >= cfg.train.max_skipped_steps:
             reason = (
                 f"step {progress.step}: loss {result.loss:g}, gradient norm {result.grad_norm:g} are not finite for"
@@ -208,12 +204,6 @@ class Trainer:
         self.saved_step, self._last_save = progress.step, time.monotonic()
         if self.writer:
             self.writer.event("checkpoint", step=progress.step, path=os.fspath(path), save_time_s=time.monotonic() - started)
-
-
-def _samples_file(run_dir: Path, step: int) -> JsonLines:
-    path = run_dir / "samples.jsonl"
-    rewind(path, step)
-    return JsonLines(path)
 
 
 def peak_memory_gib(device: torch.device) -> float:
