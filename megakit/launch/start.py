@@ -36,9 +36,9 @@ def launch(cfg: Config, argv: Sequence[str] = (), target: str = JOB, announce: C
     and its Ranks; `announce` is called once per job with the resolved Config, before the ranks start to work. Raises
     Refused where the ranks and the recipe don't fit, before any starts.
     """
-    # before torch is imported: OpenMP threads that spin while they wait take the cores from each other and from other
-    # processes (beside one busy process a step took 4 times as long)
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # before torch is imported: OpenMP threads spin while they wait, by default for so long that beside one busy process a
+    # step takes 10 times as long; figures in docs/log.md
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     ranks = ranks_from_env(os.environ)
     if ranks is not None:
         check_tensor_parallel(ranks, cfg.parallel.tp, cfg.parallel.allow_tp_across_nodes)

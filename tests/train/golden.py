@@ -24,13 +24,13 @@ PINNED = {"MKL_CBWR": "COMPATIBLE", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_C
 
 
 def losses(folder: Path, precision: str, env: dict[str, str]) -> list[str]:
-    """Run the demo in `folder`, on one process and one thread -> repr of its first losses."""
+    """Run the demo in `folder`, on one process and two threads -> repr of its first losses."""
     run = folder / precision
     command = [
         *(sys.executable, "-m", "megakit.pretrain", "+recipe=demo", f"run.dir={run}", f"train.precision={precision}"),
         *(f"data.path=[{folder}/train]", f"data.valid_path=[{folder}/valid]", f"data.tokenizer={folder}/tokenizer.model"),
         *(f"train.steps={STEPS}", "optim.decay_steps=400", "train.eval_interval=0", "train.generate_tokens=0"),
-        *("launch.device=cpu", "launch.threads_per_rank=1", "log.console=off"),
+        *("launch.device=cpu", "launch.threads_per_rank=2", "log.console=off"),
     ]
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, **env}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
