@@ -1,9 +1,9 @@
 """Look into checkpoints, and turn them into Hugging Face folders.
 
     python tools/convert_ckpt.py inspect runs/demo/checkpoints
-    python tools/convert_ckpt.py inspect runs/demo/checkpoints/step_00000100
+    python tools/convert_ckpt.py inspect runs/demo/checkpoints/step_00000300
     python tools/convert_ckpt.py inspect path/to/a/hugging/face/folder
-    python tools/convert_ckpt.py export --checkpoint runs/demo/checkpoints/step_00000100 --output exported
+    python tools/convert_ckpt.py export --checkpoint runs/demo/checkpoints/step_00000300 --output exported
 
 A Hugging Face folder starts a run by checkpoint.init_from=FOLDER; `inspect` says which model.* values it needs.
 One process, no GPU. Exit code 2, with one line, where something is refused.
@@ -112,7 +112,7 @@ def _show_details(path: Path) -> None:
 
     m = read_manifest(path)
     versions = ", ".join(f"{name} {version}" for name, version in m["versions"].items())
-    print(f"\nwritten by {m['world_size']} ranks with {versions}")
+    print(f"\nwritten by {m['world_size']} rank(s) with {versions}")
     tokenizer = m.get("tokenizer")
     if tokenizer:
         ids = ", ".join(f"{kind} {tokenizer[kind]}" for kind in ("bos", "eos", "unk", "pad"))
@@ -121,7 +121,11 @@ def _show_details(path: Path) -> None:
         )
     print("\nmodel:")
     for name, value in m["config"]["model"].items():
-        print(f"  {name}: {value}")
+        print(f"  {name}: {_yaml(value)}")
+
+
+def _yaml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _show_hugging_face(path: Path) -> None:
@@ -135,8 +139,7 @@ def _show_hugging_face(path: Path) -> None:
     HfSource(path, cfg)
     print(f"{cfg.model.family}, {parameter_count(cfg):,} parameters; to train from it, checkpoint.init_from={path} and\n\nmodel:")
     for f in fields(ModelConfig):
-        value = getattr(cfg.model, f.name)
-        print(f"  {f.name}: {str(value).lower() if isinstance(value, bool) else value}")
+        print(f"  {f.name}: {_yaml(getattr(cfg.model, f.name))}")
 
 
 def _export(args: argparse.Namespace) -> None:
@@ -146,6 +149,7 @@ def _export(args: argparse.Namespace) -> None:
     from megakit.checkpoint.store import read_full, read_manifest, verify
 
     size = _bytes(args.max_shard_size)
+    _refuse_other_folders(args.checkpoint)
     verify(args.checkpoint, deep=True)
     manifest = read_manifest(args.checkpoint)
     known = {f.name for f in fields(ModelConfig)}
@@ -157,6 +161,18 @@ def _export(args: argparse.Namespace) -> None:
     written = sorted(args.output.glob("*.safetensors"))
     total = sum(p.stat().st_size for p in written)
     print(f"step {manifest['step']:,} written to {args.output}: {args.dtype}, {total / 1e6:,.1f} MB in {len(written)} file(s)")
+
+
+def _refuse_other_folders(path: Path) -> None:
+    """A folder of checkpoints, or one that isn't there, is a slip of the hand and no damaged checkpoint."""
+    from megakit.checkpoint.manifest import folders, step_of
+
+    if step_of(path) is not None and path.is_dir():
+        return
+    root = path if step_of(path) is None else path.parent
+    there = [str(p) for p in folders(root).values()] if root.is_dir() else []
+    cure = f"give --checkpoint {there[-1]}" if there else "give a step_NNNNNNNN folder by --checkpoint"
+    raise Refused(f"{path} is no checkpoint: {cure}" if path.is_dir() else f"there is no folder {path}: {cure}")
 
 
 def _bytes(text: str) -> int:

@@ -67,7 +67,7 @@ def export(
         write_json(aside / "generation_config.json", {"_from_model_config": True, **known})
         if tokenizer is not None:
             shutil.copyfile(tokenizer, aside / TOKENIZER)
-            write_json(aside / "tokenizer_config.json", _tokenizer_config(cfg, special))
+            write_json(aside / "tokenizer_config.json", _tokenizer_config(cfg, special, _adds_space(tokenizer)))
         sync_folder(aside)
         if out.exists():
             out.rmdir()
@@ -138,8 +138,16 @@ def _special_tokens(tokenizer: Path | None, vocab_size: int) -> dict[str, tuple[
     return {kind: (number, pieces.id_to_piece(number)) for kind, number in found.items() if number >= 0}
 
 
-def _tokenizer_config(cfg: Config, special: dict[str, tuple[int, str]]) -> dict[str, Any]:
-    """Nothing is added to a text by itself: megakit's data has no bos, and eos only after a document."""
+def _adds_space(tokenizer: Path) -> bool:
+    """Whether the model puts a space before each text. megakit's own don't; transformers does unless it is told not to."""
+    import sentencepiece
+
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer))
+    return "".join(pieces.encode("a", out_type=str)).startswith("\u2581")
+
+
+def _tokenizer_config(cfg: Config, special: dict[str, tuple[int, str]], adds_space: bool) -> dict[str, Any]:
+    """No special token is added to a text by itself: megakit's data has no bos, and eos only after a document."""
     plain = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
     added = {str(number): {"content": piece, **plain} for number, piece in sorted(special.values())}
     return {
@@ -147,6 +155,7 @@ def _tokenizer_config(cfg: Config, special: dict[str, tuple[int, str]]) -> dict[
         "legacy": False,
         "add_bos_token": False,
         "add_eos_token": False,
+        "add_prefix_space": adds_space,
         "clean_up_tokenization_spaces": False,
         "model_max_length": cfg.model.max_position_embeddings,
         "added_tokens_decoder": added,

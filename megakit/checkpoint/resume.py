@@ -75,7 +75,7 @@ def choose(root: Path, resume: str | int, init_from: str | None, comm: Comm) -> 
 
     if resume == "never" and found:
         raise Refused(
-            f"checkpoint.resume = never and {root} has checkpoints ({_listed(list(found))}), which the run would replace:"
+            f"checkpoint.resume = never and {root} has checkpoints (steps {_listed(list(found))}), which the run would replace:"
             " use another checkpoint.dir, or checkpoint.resume=auto to go on from them"
         )
     if isinstance(resume, int):

@@ -96,7 +96,10 @@ def read_model(path: str | os.PathLike[str]) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as e:
-        raise Refused(f"tokenizer {path} can't be read ({e.strerror}): give the path of a sentencepiece .model file") from None
+        raise Refused(
+            f"tokenizer {path} can't be read ({e.strerror}): give the path of a sentencepiece"
+            " .model file; tools/train_tokenizer.py makes one"
+        ) from None
 
 
 def check_encodable(text: str) -> None:

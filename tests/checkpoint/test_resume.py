@@ -133,7 +133,7 @@ def test_what_was_asked_for(pools, tmp_path):
     (missing, _) = pools(2).run(workers.choose, tmp_path, 999)
     assert missing[1] == f"checkpoint.resume = 999: {tmp_path} has no step_00000999; steps there: 4, 8, 12"
     (never, _) = pools(2).run(workers.choose, tmp_path, "never")
-    assert never[0] == "Refused" and f"never and {tmp_path} has checkpoints (4, 8, 12)" in never[1]
+    assert never[0] == "Refused" and f"never and {tmp_path} has checkpoints (steps 4, 8, 12)" in never[1]
 
 
 @pytest.mark.parametrize("resume", ["newest", True, -1, 1.5, None, "8"])

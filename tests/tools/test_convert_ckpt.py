@@ -23,12 +23,15 @@ DP2_TP2 = Grid(dp=2, tp=2)
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory) -> Path:
     """CV2: 101 pieces, with the special ones at other ids than usual."""
-    folder = tmp_path_factory.mktemp("tokenizer")
+    return trained(tmp_path_factory.mktemp("tokenizer"))
+
+
+def trained(folder: Path, **options: bool) -> Path:
     words = [f"{a}{b}{c}" for a in "abcde" for b in "fghij" for c in "klmno"]
     (folder / "text").write_text("\n".join(" ".join(words[i:] + words[:i]) for i in range(len(words))))
     sentencepiece.SentencePieceTrainer.train(
         input=str(folder / "text"), model_prefix=str(folder / "t"), vocab_size=101, model_type="bpe",
-        bos_id=0, eos_id=1, unk_id=2, pad_id=3, normalization_rule_name="identity", minloglevel=2,
+        bos_id=0, eos_id=1, unk_id=2, pad_id=3, normalization_rule_name="identity", minloglevel=2, **options,
     )  # fmt: skip
     return folder / "t.model"
 
@@ -91,6 +94,34 @@ def test_special_tokens(pools, tmp_path, capsys, tokenizer):
     assert not (tmp_path / "again").exists()
 
 
+def test_transformers_adds_no_space_where_the_tokenizer_adds_none(pools, tmp_path):
+    """megakit's own tokenizers put no space before a text; transformers does unless the folder says otherwise."""
+    from transformers import AutoTokenizer
+
+    file = trained(tmp_path, add_dummy_prefix=False, remove_extra_whitespaces=False)
+    model, cfg = hf_models.llama()
+    path = checkpoint(pools, tmp_path, model, cfg, tokenizer=file)
+    assert main(["export", "--checkpoint", str(path), "--output", str(tmp_path / "out")]) == 0
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(file))
+    for text in ("afk bgl", "afk", "", "  afk", " bgl  afk "):
+        assert theirs(text).input_ids == pieces.encode(text), text
+        assert theirs.decode(pieces.encode(text)) == text
+
+
+def test_a_folder_that_is_no_checkpoint(pools, tmp_path, capsys):
+    model, cfg = hf_models.llama()
+    path = checkpoint(pools, tmp_path, model, cfg)
+    wrong = {
+        path.parent: f"{path.parent} is no checkpoint: give --checkpoint {path}",
+        path.parent / "step_00000011": f"there is no folder {path.parent}/step_00000011: give --checkpoint {path}",
+        tmp_path / "none": f"there is no folder {tmp_path}/none: give a step_NNNNNNNN folder by --checkpoint",
+    }
+    for folder, message in wrong.items():
+        assert main(["export", "--checkpoint", str(folder), "--output", str(tmp_path / "out")]) == 2
+        assert capsys.readouterr().err == f"error: {message}\n"
+
+
 def test_tokenizer_refusals(pools, tmp_path, capsys, tokenizer):
     model, cfg = hf_models.llama()
     moved = tmp_path / "moved.model"
@@ -145,7 +176,7 @@ def test_inspect_checkpoints(pools, tmp_path, capsys, tokenizer):
         assert (cells[0], cells[2], cells[3], cells[4], cells[-1]) == ("10", "1,280", f"{parameters:,}", "6", "intact")
     main(["inspect", str(path)])
     out = capsys.readouterr().out
-    assert "written by 4 ranks with megakit" in out and "bos 0, eos 1, unk 2, pad 3" in out and "  num_layers: 2\n" in out
+    assert "written by 4 rank(s) with megakit" in out and "bos 0, eos 1, unk 2, pad 3" in out and "  num_layers: 2\n" in out
     (path / "state.json").write_text("{}")
     assert main(["inspect", str(path.parent)]) == 2
     captured = capsys.readouterr()
