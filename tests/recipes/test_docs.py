@@ -13,6 +13,8 @@ import yaml
 
 from megakit import pretrain
 from megakit.config.compose import compose
+from megakit.config.shrink import shrink
+from megakit.config.typed import to_yaml
 
 PAGE = Path(__file__).parent.parent.parent / "docs/recipes.md"
 EXAMPLE = re.compile(r"^```console\n\$ python -m megakit\.pretrain (.*)\n((?s:.*?))^```$", re.MULTILINE)
@@ -47,9 +49,15 @@ def test_the_recipe_of_ones_own_composes(tmp_path: Path):
     assert (cfg.cluster.nodes, cfg.cluster.name, cfg.data.path) == (given["cluster"]["nodes"], "h200", given["data"]["path"])
 
 
-def test_the_short_run_composes():
-    (command,) = re.findall(r"^    python -m megakit\.pretrain (.*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    assert compose(shlex.split(command)).train.steps == 500
+def test_the_indented_commands_compose(tmp_path):
+    commands = re.findall(r"^    python -m megakit\.pretrain (.*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    shrunk, longer, short = (shlex.split(command) for command in commands)
+    assert compose(short).train.steps == 500
+    small = shrink(compose(shrunk))
+    assert longer[:2] == ["--config-file", f"{small.run.dir}/config.yaml"]
+    (tmp_path / "config.yaml").write_text(to_yaml(small), encoding="utf-8")
+    cfg = compose(longer[2:], config_file=str(tmp_path / "config.yaml"))
+    assert (cfg.train.steps, cfg.train.global_batch_size, cfg.run.dir) == (400, 8, "runs/longer")
 
 
 if __name__ == "__main__":
