@@ -32,7 +32,7 @@ def folder(tmp_path_factory) -> Path:
     """A folder like a checkout, with a small corpus.jsonl."""
     path = tmp_path_factory.mktemp("readme")
     (path / "tools").symlink_to(ROOT / "tools")
-    words = "the state of the union is strong and the people of this nation know it well".split()
+    words = ["the", "state", "of", "union", "is", "strong", "and", "people", "this", "nation", "know", "it", "well"]
     texts = [" ".join(words[(i * j) % len(words)] + str(j % 7) for j in range(60)) + f"\n{i}" for i in range(200)]
     (path / "corpus.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
     return path
