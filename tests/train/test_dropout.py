@@ -13,9 +13,11 @@ from megakit.parallel.random import dropout, mix
 from tests.tiny import tiny
 from tests.train.parity import engine, micro_batches, train, worst
 
+BATCH = {"train__global_batch_size": 4}
+
 
 def with_dropout(**keys):
-    return tiny("gpt2", model__hidden_dropout=0.1, **keys)
+    return tiny("gpt2", model__hidden_dropout=0.1, **{**BATCH, **keys})
 
 
 def test_dropout_keeps_the_mean_and_draws_the_same_mask_in_backward():
@@ -47,7 +49,7 @@ def test_mix_tells_its_arguments_apart():
 def test_hidden_dropout_is_the_same_in_every_layout(pools, tp, pp, dp):
     """Activations are replicated over tp here, so one mask must be on all its ranks; and none depends on pp or dp."""
     ((expected),) = [r.curve for r in pools(1).run(train, with_dropout())]
-    ((plain),) = [r.curve for r in pools(1).run(train, tiny("gpt2"))]
+    ((plain),) = [r.curve for r in pools(1).run(train, tiny("gpt2", **BATCH))]
     assert worst(plain, expected) > 1e-3, "dropout must do something"
     results = pools(tp * pp * dp).run(train, with_dropout(parallel__tp=tp, parallel__pp=pp, parallel__dp=dp))
     assert worst(results[0].curve, expected) < 1e-5

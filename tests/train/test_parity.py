@@ -13,6 +13,7 @@ from tests.train.parity import assemble, train, worst
 
 GRIDS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2)]
 TOLERANCE = 1e-5
+BATCH = {"train__global_batch_size": 4}
 
 
 def masters(boxes):
@@ -22,7 +23,7 @@ def masters(boxes):
 @pytest.fixture(scope="module", params=["llama", "gpt2"])
 def reference(request, pools):
     """The family, its initial weights, and what plain torch makes of them."""
-    cfg = tiny(request.param)
+    cfg = tiny(request.param, **BATCH)
     start = masters([r.before for r in pools(1).run(train, cfg, steps=0)])
     curve, _, end = oracle.train(cfg, start)
     assert all(norm > 2 * cfg.optim.clip_grad for _, norm in curve), "clipping must bite"
@@ -38,7 +39,9 @@ def cells():
 @pytest.mark.parametrize(("tp", "pp", "dp", "zero", "sp"), list(cells()))
 def test_layout_equals_one_process(pools, reference, tp, pp, dp, zero, sp):
     family, start, curve, end = reference
-    cfg = tiny(family, parallel__tp=tp, parallel__pp=pp, parallel__dp=dp, parallel__zero=zero, parallel__sequence_parallel=sp)
+    cfg = tiny(
+        family, **BATCH, parallel__tp=tp, parallel__pp=pp, parallel__dp=dp, parallel__zero=zero, parallel__sequence_parallel=sp
+    )
     results = pools(tp * pp * dp).run(train, cfg)
     assert all(r.curve == results[0].curve for r in results), "ranks disagree"
     assert worst(results[0].curve, curve) < TOLERANCE

@@ -59,7 +59,7 @@ def equal(a, b):
 @pytest.mark.parametrize(("tp", "pp"), list(itertools.product((1, 2), (1, 2))))
 def test_any_tp_and_pp_to_any_other_and_back(pools, tmp_path, family, tp, pp):
     def cfg(tp, pp):
-        return tiny(family, parallel__tp=tp, parallel__pp=pp)
+        return tiny(family, parallel__tp=tp, parallel__pp=pp, train__global_batch_size=4)
 
     before, _ = run(pools, cfg(tp, pp), tmp_path / "a", 0, 6, save_at=5)
     _, original = run(pools, cfg(tp, pp), tmp_path / "a", 5, 5)
