@@ -157,7 +157,7 @@ def test_export_refusals(pools, tmp_path, capsys, what):
         "damaged": "__1_0.distcp has checksum",
         "output": "is there already",
         "size": "lots is no size",
-        "missing": "manifest.json is missing",
+        "missing": f"there is no folder {path}: give --checkpoint {path.with_name('step_00000010')}",
     }
     error = capsys.readouterr().err
     assert said[what] in error and error.startswith("error: ") and error.count("\n") == 1
