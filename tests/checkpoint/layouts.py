@@ -11,24 +11,14 @@ from megakit.config.schema import Config, ModelConfig
 from megakit.modeling.layout import split_layers, stage_params
 from megakit.parallel.grid import Grid
 from megakit.parallel.shard import ParamSpec
+from tests.tiny import SIZES
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 
 
 def llama(**changes) -> Config:
     """TINY of the cases."""
-    model = {
-        "family": "llama",
-        "num_layers": 4,
-        "hidden_size": 64,
-        "ffn_hidden_size": 176,
-        "num_attention_heads": 8,
-        "num_query_groups": 2,
-        "vocab_size": 101,
-        "max_position_embeddings": 32,
-        "rotary_base": 5e5,
-    }
-    return Config(model=ModelConfig(**{**model, **changes}))
+    return Config(model=ModelConfig(**{**SIZES["llama"], **changes}))
 
 
 def gpt2(**changes) -> Config:
