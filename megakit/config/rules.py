@@ -6,7 +6,7 @@ import math
 
 from megakit.config.keys import show
 from megakit.config.ranges import check_each
-from megakit.config.schema import Config
+from megakit.config.schema import Config, OptimConfig
 from megakit.config.typed import replace
 from megakit.errors import Refused
 
@@ -23,6 +23,7 @@ def check(cfg: Config) -> None:
     _check_batch(cfg)
     _check_length(cfg)
     _check_schedule(cfg)
+    _check_precision(cfg)
     _check_data(cfg)
     _check_checkpoint(cfg)
 
@@ -209,6 +210,23 @@ def _check_schedule(cfg: Config) -> None:
                 f"optim.warmup_steps = {o.warmup_steps} and the wsd decay of {decay} steps do not fit into {end} steps: use"
                 f" optim.wsd_decay_steps <= {end - o.warmup_steps}"
             )
+
+
+def _check_precision(cfg: Config) -> None:
+    o, precision = cfg.optim, cfg.train.precision
+    if precision != "fp16":
+        for name in ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "loss_scale_hysteresis"):
+            value, default = getattr(o, name), getattr(OptimConfig(), name)
+            if value != default:
+                raise Refused(
+                    f"optim.{name} = {show(value)} changes nothing with train.precision = {precision}: leave it out, or use"
+                    " train.precision=fp16"
+                )
+    elif o.min_loss_scale > o.initial_loss_scale:
+        raise Refused(
+            f"optim.min_loss_scale = {show(o.min_loss_scale)} is above optim.initial_loss_scale ="
+            f" {show(o.initial_loss_scale)}: use optim.min_loss_scale <= {show(o.initial_loss_scale)}"
+        )
 
 
 def _check_data(cfg: Config) -> None:

@@ -103,7 +103,7 @@ class TrainConfig:
     seed: int = 1234
     """Seeds initial weights, sample order and dropout, each by itself."""
     precision: str = "bf16"
-    """Compute precision: bf16 (fp32 masters and gradients) | fp32."""
+    """Compute precision: bf16 or fp16 (fp32 masters and gradients; fp16 with dynamic loss scaling) | fp32."""
     label_smoothing: float = 0.0
     """Share of the target spread evenly over the vocabulary."""
     z_loss: float = 0.0
@@ -146,6 +146,14 @@ class OptimConfig:
     """AdamW's epsilon."""
     clip_grad: float = 1.0
     """Largest global gradient norm; 0: no clipping."""
+    initial_loss_scale: float = 65536.0
+    """First scale of the loss, fp16 only: of the mean over a micro-batch's tokens, their number rounded up to a power of two."""
+    min_loss_scale: float = 1.0
+    """The loss scale doesn't fall below it; steps skipped there count towards train.max_skipped_steps."""
+    loss_scale_window: int = 1000
+    """Good steps in a row after which the loss scale is doubled."""
+    loss_scale_hysteresis: int = 2
+    """Skipped steps after which the loss scale is halved, at each further one again; counted afresh when it grows."""
 
 
 @dataclass

@@ -75,6 +75,7 @@ def line(record: StepRecord, total: int, left_s: float | None) -> str:
         f"{record.tokens_per_s:,.0f} tokens/s",
     ]
     parts += [] if record.mfu is None else [f"mfu {record.mfu:.1%}"]
+    parts += [] if record.loss_scale is None else [f"loss scale {record.loss_scale:g}"]
     parts += ["skipped: not finite"] if record.skipped else []
     parts += [] if left_s is None else [f"{duration(left_s)} left"]
     return " | ".join(parts)

@@ -2,7 +2,8 @@
 
 The backward pass differentiates the SUM of the loss over tokens; here one small fp64 all-reduce brings loss, token count
 and squared gradient norm together, and the division by the token count is part of the clip factor. So the result doesn't
-depend on how the global batch is cut, and nothing needs the token count before.
+depend on how the global batch is cut, and nothing needs the token count before. The scale of an fp16 loss is divided out
+in the same factor.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ class StepResult:
     """Loss or norm is not finite: nothing was changed."""
     votes: tuple[float, ...]
     """What the ranks voted, summed."""
+    loss_scale: float | None = None
+    """Of this step; None where the loss isn't scaled."""
 
 
 class Optimizer:
@@ -66,8 +69,16 @@ class Optimizer:
         self._adamw.state.update(states)
 
     @torch.no_grad()
-    def step(self, lr: float, loss_sum: torch.Tensor, tokens: torch.Tensor, votes: Sequence[float] = ()) -> StepResult:
-        """After `buffers.finish()`. loss_sum and tokens are this rank's share, 0 on ranks that must not be counted.
+    def step(
+        self,
+        lr: float,
+        loss_sum: torch.Tensor,
+        tokens: torch.Tensor,
+        votes: Sequence[float] = (),
+        grad_scale: float = 1.0,
+    ) -> StepResult:
+        """After `buffers.finish()`. loss_sum and tokens are this rank's share, 0 on ranks that must not be counted; the
+        gradients are those of the loss sum times `grad_scale`.
 
         Leaves the gradients cleared and, unless the step is skipped, new parameters on all ranks.
         """
@@ -75,11 +86,12 @@ class Optimizer:
         share = torch.cat([share, torch.tensor(votes, dtype=torch.float64, device=share.device)])
         loss, count, square, *summed = self.comm.all_reduce(share, "world").wait().tolist()
         count = max(count, 1.0)
-        norm = math.sqrt(square) / count if math.isfinite(square) else math.nan
+        divisor = count * grad_scale
+        norm = math.sqrt(square) / divisor if math.isfinite(square) else math.nan
         skipped = not (math.isfinite(loss) and math.isfinite(norm))
         if not skipped:
             factor = min(1.0, self.clip / (norm + 1e-6)) if self.clip else 1.0
-            torch._foreach_mul_([self.buffers.grads[b.mine] for b in self.buffers.buckets], factor / count)
+            torch._foreach_mul_([self.buffers.grads[b.mine] for b in self.buffers.buckets], factor / divisor)
             for group in self._adamw.param_groups:
                 group["lr"] = lr
             self._adamw.step()

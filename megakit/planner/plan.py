@@ -17,10 +17,10 @@ from megakit.parallel.grid import Grid
 
 GIB = 2**30
 
-WEIGHT_BYTES = {"bf16": 2, "fp32": 4}
+WEIGHT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 GRADIENT_BYTES = 4
 """Gradients are accumulated in fp32."""
-OPTIMIZER_BYTES = {"bf16": 12, "fp32": 8}
+OPTIMIZER_BYTES = {"bf16": 12, "fp16": 12, "fp32": 8}
 """Two fp32 moments, and a fp32 master where the weights aren't fp32 themselves."""
 
 

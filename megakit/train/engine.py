@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 
 from megakit.config.schema import Config
 from megakit.modeling.decoder import MicroBatch, Stage
 from megakit.modeling.layout import split_layers, stage_params
+from megakit.optim.loss_scale import LossScale
 from megakit.optim.optimizer import Optimizer, StepResult
 from megakit.parallel.comm import Comm
 from megakit.parallel.grid import ParallelState
@@ -18,7 +21,7 @@ from megakit.parallel.pipeline.executor import Executor
 from megakit.parallel.tensor import Region
 from megakit.parallel.zero import Boxes, FlatBuffers, RandomSource, Source
 
-PRECISION = {"fp32": torch.float32, "bf16": torch.bfloat16}
+PRECISION = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Engine:
@@ -44,6 +47,8 @@ class Engine:
         self.region.sink = self.buffers
         self.stage = Stage(cfg, layout, self.buffers.parameters, self.region)
         self.optimizer = Optimizer(self.buffers, comm, cfg.optim)
+        scaled = train.precision == "fp16"
+        self.loss_scale = LossScale(cfg.optim, train.micro_batch_size * train.seq_len) if scaled else None
         table = schedule.SCHEDULES[cfg.parallel.schedule](pp, self.microbatches)
         schedule.check(table, self.microbatches)
         programs = schedule.lower(table)
@@ -74,9 +79,15 @@ class Engine:
 
     def train_step(self, batches: list[MicroBatch], lr: float, votes: Sequence[float] = ()) -> StepResult:
         """One optimizer step on this replica's micro-batches of the global batch."""
-        losses = self._executor(self.cfg.train.micro_batch_size).run(self._program, batches)
+        scale = self.loss_scale
+        seed = scale.seed if scale else 1.0
+        losses = self._executor(self.cfg.train.micro_batch_size).run(self._program, batches, loss_scale=seed)
         self.buffers.finish()
-        return self.optimizer.step(lr, *self._share(losses, batches), votes)
+        result = self.optimizer.step(lr, *self._share(losses, batches), votes, seed)
+        if scale:
+            result = replace(result, loss_scale=scale.scale)
+            scale.update(result.skipped)
+        return result
 
     @torch.no_grad()
     def evaluate(self, batches: list[MicroBatch]) -> tuple[float, int]:
@@ -100,9 +111,16 @@ class Engine:
         """What a checkpoint holds of this rank; see `FlatBuffers.boxes`."""
         return self.optimizer.boxes(owned)
 
-    def loaded(self, updates: int) -> None:
-        """After a checkpoint was read into `boxes(owned=False)`; `updates` is the optimizer's step count."""
-        self.optimizer.updates = updates
+    def progress(self) -> dict[str, Any]:
+        """What a checkpoint holds besides `boxes`."""
+        scale = {"loss_scale": self.loss_scale.state()} if self.loss_scale else {}
+        return {"optimizer_updates": self.optimizer.updates, **scale}
+
+    def loaded(self, progress: dict[str, Any]) -> None:
+        """After a checkpoint was read into `boxes(owned=False)`; `progress` as it was saved, perhaps in another precision."""
+        self.optimizer.updates = progress["optimizer_updates"]
+        if self.loss_scale and "loss_scale" in progress:
+            self.loss_scale.load(progress["loss_scale"])
         self.buffers.publish()
 
     def _executor(self, batch_size: int) -> Executor:

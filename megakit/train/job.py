@@ -89,7 +89,7 @@ def _start(cfg: Config, engine: Engine, choice: store.Choice) -> Progress:
     """Weights, and where the run goes on."""
     if choice.path is not None:
         saved = store.load(choice.path, engine.boxes(owned=False), engine.comm, verified=True)
-        engine.loaded(saved["optimizer_updates"])
+        engine.loaded(saved)
         return Progress.from_state(saved)
     engine.initialize(HfSource(Path(cfg.checkpoint.init_from), cfg) if cfg.checkpoint.init_from else None)
     return Progress()

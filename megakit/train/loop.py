@@ -115,7 +115,10 @@ class Trainer:
         took = time.monotonic() - started
         progress.step += 1
         progress.consumed_samples += cfg.train.global_batch_size
-        progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if result.skipped else 0
+        if not result.skipped:
+            progress.skipped_in_a_row = 0
+        elif result.loss_scale is None or result.loss_scale <= cfg.optim.min_loss_scale:
+            progress.skipped_in_a_row += 1  # else it was skipped to find a loss scale
         if self.writer:
             self._report(self.writer, result, lr, took, started - asked_for)
             if cfg.data.log_sample_ids:
@@ -135,7 +138,8 @@ class Trainer:
         cfg, progress = self.cfg, self.progress
         tokens = cfg.train.global_batch_size * cfg.train.seq_len
         per_gpu = tokens / took / self.engine.state.size("world")
-        peak = cfg.cluster.peak_bf16_tflops if cfg.train.precision == "bf16" else cfg.cluster.peak_fp32_tflops
+        # tensor cores are as fast in fp16 as in bf16
+        peak = cfg.cluster.peak_fp32_tflops if cfg.train.precision == "fp32" else cfg.cluster.peak_bf16_tflops
         on_gpu = self.engine.state.device.type == "cuda"
         writer.train(
             StepRecord(
@@ -149,14 +153,16 @@ class Trainer:
                 tokens_per_s=tokens / took,
                 tokens_per_s_per_gpu=per_gpu,
                 mfu=mfu(per_gpu, self._flops, peak) if on_gpu else None,
-                loss_scale=None,
+                loss_scale=result.loss_scale,
                 skipped=result.skipped,
                 peak_memory_gib=peak_memory_gib(self.engine.state.device),
                 data_wait_s=waited,
             )
         )
         if result.skipped:
-            writer.event("skipped_step", step=progress.step, loss=repr(result.loss), grad_norm=repr(result.grad_norm))
+            scale = {} if result.loss_scale is None else {"loss_scale": result.loss_scale}
+            numbers = {"loss": repr(result.loss), "grad_norm": repr(result.grad_norm)}
+            writer.event("skipped_step", step=progress.step, **numbers, **scale)
 
     def _evaluate(self) -> None:
         if self.valid_stream is None:
@@ -189,7 +195,7 @@ class Trainer:
                 "step": progress.step,
                 "consumed_samples": progress.consumed_samples,
                 "skipped_in_a_row": progress.skipped_in_a_row,
-                "optimizer_updates": self.engine.optimizer.updates,
+                **self.engine.progress(),
                 "seed": cfg.train.seed,
             },
             store.run_info(

@@ -50,6 +50,14 @@ from tests.config.tiny import refusal, tiny
         (["optim.schedule=constant", "optim.min_lr=1e-4"], ["optim.min_lr = 0.0001", "optim.schedule = constant"]),
         (["optim.schedule=wsd", "optim.warmup_steps=5", "optim.wsd_decay_steps=6"],
          ["optim.warmup_steps = 5", "6 steps", "10 steps", "<= 5"]),
+        # precision
+        (["optim.initial_loss_scale=1024"],
+         ["optim.initial_loss_scale = 1024.0", "train.precision = fp32", "use train.precision=fp16"]),
+        (["optim.min_loss_scale=2"], ["optim.min_loss_scale = 2.0", "train.precision = fp32"]),
+        (["optim.loss_scale_window=2", "train.precision=bf16"], ["optim.loss_scale_window = 2", "train.precision = bf16"]),
+        (["optim.loss_scale_hysteresis=1"], ["optim.loss_scale_hysteresis = 1", "train.precision = fp32"]),
+        (["train.precision=fp16", "optim.min_loss_scale=8", "optim.initial_loss_scale=4"],
+         ["optim.min_loss_scale = 8.0", "optim.initial_loss_scale = 4.0", "<= 4.0"]),
         # data
         (["data.path=[a]"], ["data.mock = true", "[a]", "data=mock"]),
         (["data.valid_path=[a]"], ["data.mock = true", "[a]"]),

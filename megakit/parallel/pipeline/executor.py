@@ -26,10 +26,11 @@ class Executor:
         self.shape, self.dtype, self.device = shape, dtype, device
         self.first, self.last = comm.index("pp") == 0, comm.index("pp") == comm.size("pp") - 1
 
-    def run(self, program: Program, batches: Sequence[Any], backward: bool = True) -> list[torch.Tensor]:
+    def run(self, program: Program, batches: Sequence[Any], backward: bool = True, loss_scale: float = 1.0) -> list[torch.Tensor]:
         """Run the row -> what the last stage returned for each micro-batch, detached; [] on other stages.
 
-        backward: the row has backward passes; the last stage's outputs are scalar losses whose SUM is differentiated.
+        backward: the row has backward passes; the last stage's outputs are scalar losses whose SUM, times `loss_scale`, is
+        differentiated.
         """
         received: dict[tuple[str, int], Handle] = {}
         to_send: dict[tuple[str, int], torch.Tensor] = {}
@@ -56,7 +57,8 @@ class Executor:
                     held[op.microbatch] = (x, y)
             else:
                 x, y = held.pop(op.microbatch)
-                torch.autograd.backward(y, None if self.last else received.pop(("g", op.microbatch)).wait())
+                g = torch.full_like(y, loss_scale) if self.last else received.pop(("g", op.microbatch)).wait()
+                torch.autograd.backward(y, g)
                 if x is not None:
                     assert x.grad is not None
                     to_send["g", op.microbatch] = x.grad
