@@ -30,7 +30,7 @@ class _CrossEntropy(torch.autograd.Function):
             z[..., true:] = float("-inf")
         top = comm.all_reduce(z.amax(-1), "tp", "max").wait()
         z = z - top.unsqueeze(-1)
-        local = labels_SB - start
+        local = comm.varying(labels_SB - start, "tp")
         mine = (local >= 0) & (local < true)
         local = local.where(mine, 0)
         target = z.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(~mine, 0.0)

@@ -63,7 +63,7 @@ class _Linear(torch.autograd.Function):
         ctx.region, ctx.kind, ctx.weight, ctx.bias = region, kind, weight, bias
         x = region.enter(x) if kind == "column" else x
         y = F.linear(x, weight, bias)
-        return region.leave(y) if kind == "row" else y
+        return region.leave(region.comm.partial(y, "tp")) if kind == "row" else y
 
     @staticmethod
     def backward(ctx, g):
@@ -72,7 +72,7 @@ class _Linear(torch.autograd.Function):
         gathered = region.comm.all_gather(x, "tp") if kind == "column" and region.sequence_parallel else Handle(x)
         gx = g @ weight if ctx.needs_input_grad[0] else None
         # travels while the weight gradient is computed
-        under_way = region.enter_backward(gx) if kind == "column" and gx is not None else None
+        under_way = region.enter_backward(region.comm.partial(gx, "tp")) if kind == "column" and gx is not None else None
         g2, x2 = g.reshape(-1, g.shape[-1]), gathered.wait().reshape(-1, x.shape[-1])
         gw = gb = None
         if region.sink is None:
@@ -88,12 +88,12 @@ class _Linear(torch.autograd.Function):
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx, weight, ids_SB, region: Region):
-        local = ids_SB - region.comm.index("tp") * weight.shape[0]
+        local = region.comm.varying(ids_SB - region.comm.index("tp") * weight.shape[0], "tp")
         mine = (local >= 0) & (local < weight.shape[0])
         local = local.where(mine, 0)
         ctx.save_for_backward(local, mine)
         ctx.region, ctx.weight = region, weight
-        return region.leave(F.embedding(local, weight) * mine.unsqueeze(-1))
+        return region.leave(region.comm.partial(F.embedding(local, weight) * mine.unsqueeze(-1), "tp"))
 
     @staticmethod
     def backward(ctx, g):

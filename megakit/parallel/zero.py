@@ -180,6 +180,10 @@ class FlatBuffers:
             bucket.counts.clear()
             bucket.reduction = None
 
+    def gradient(self, name: str) -> torch.Tensor:
+        """Where a parameter's gradient accumulates: a view of its shape."""
+        return self._place[self.parameters[name]][2]
+
     # for the optimizer
 
     def master(self, bucket: Bucket) -> torch.Tensor:

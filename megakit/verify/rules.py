@@ -1,0 +1,77 @@
+"""The type of each hand-written autograd function, written as what its forward does to types.
+
+Each rule names the arguments of the function's `forward` that it needs, and is composed of `spmd_types.rules`, which check
+their operands. It says what the function promises; functions.py holds its body and its backward to that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from spmd_types import I, P, R, S, V, rules
+
+from megakit.parallel.comm import Comm
+from megakit.parallel.loss import _CrossEntropy
+from megakit.parallel.random import _Dropout
+from megakit.parallel.tensor import Region, _Embedding, _Linear
+
+Type = Any
+"""A tensor or an `NdimWithSpmdType`: what the rules take and give."""
+
+
+def _over(x: Type, comm: Any, group: str, step: Callable[[Type, Any], Type]) -> Type:
+    """`step` for each axis that the group spans."""
+    for axis in comm.axes.of(group):
+        x = step(x, axis)
+    return x
+
+
+def _enter(x: Type, region: Region) -> Type:
+    """Into the tensor-parallel region: replicate, with a partial gradient."""
+    if region.sequence_parallel:
+        return _over(x, region.comm, "tp", lambda t, a: rules.all_gather(t, a, src=S(0), dst=R))
+    return _over(x, region.comm, "tp", lambda t, a: rules.convert(t, a, src=I, dst=R))
+
+
+def _leave(y: Type, region: Region) -> Type:
+    """Out of it: each rank's value is its part of a sum."""
+    y = _over(y, region.comm, "tp", lambda t, a: rules.reinterpret(t, a, src=V, dst=P))
+    if region.sequence_parallel:
+        return _over(y, region.comm, "tp", lambda t, a: rules.reduce_scatter(t, a, src=P, dst=S(0)))
+    return _over(y, region.comm, "tp", lambda t, a: rules.all_reduce(t, a, src=P, dst=I))
+
+
+def linear(*, x: Type, weight: Type, bias: Type | None, region: Region, kind: str) -> Type:
+    y = rules.einsum("sbi,oi->sbo", _enter(x, region) if kind == "column" else x, weight)
+    if bias is not None and kind == "row":  # a part of the sum on every rank: counted tp times
+        y = _over(y, region.comm, "tp", lambda t, a: rules.reinterpret(t, a, src=V, dst=P))
+    if bias is not None:
+        y = rules.einsum("sbo,o->sbo", y, bias, linear_in=((0, 1),))
+    return _leave(y, region) if kind == "row" else y
+
+
+def embedding(*, weight: Type, ids_SB: Type, region: Region) -> Type:
+    return _leave(rules.einsum("sb,vh->sbh", ids_SB, weight), region)
+
+
+def cross_entropy(*, logits_SBV: Type, labels_SB: Type, comm: Comm) -> Type:
+    return _over(rules.einsum("sbv,sb->", logits_SBV, labels_SB), comm, "tp", lambda t, a: rules.all_reduce(t, a, src=V, dst=I))
+
+
+def elementwise(*, x: Type) -> Type:
+    return rules.einsum("...->...", x, linear_in=(0,))
+
+
+Rule = Callable[..., Type]
+
+RULES: dict[type[torch.autograd.Function], Rule] = {
+    _Linear: linear,
+    _Embedding: embedding,
+    _CrossEntropy: cross_entropy,
+    _Dropout: elementwise,
+}
+
+TRUSTED: set[type[torch.autograd.Function]] = {_Dropout}
+"""Functions whose body is not followed: their random masks have no type. Their rule is taken at its word."""

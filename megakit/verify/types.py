@@ -1,0 +1,176 @@
+"""The type check of one rank's training step.
+
+`typecheck(cfg, rank)` runs the step in a fake world (world.py) with a type on every value: replicate, invariant, varying or
+partial over each axis of the grid. spmd_types follows torch's own operators; our own functions are held to their rules
+(rules.py, functions.py); each pipeline stage to the types at its ends; and a ledger (ledger.py) follows the gradient
+buffers from the last contribution to the optimizer. What it proves and what it can't is in docs/verify.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import spmd_types as spmd
+import torch
+from spmd_types import I, P, R, SpmdTypeError, V
+from spmd_types._type_attr import get_local_type, set_local_type
+from spmd_types.checker import typecheck as type_mode
+
+from megakit.config.schema import Config
+from megakit.modeling.decoder import MicroBatch, Stage
+from megakit.modeling.layout import stage_params
+from megakit.parallel.grid import ParallelState
+from megakit.parallel.tensor import GradSink
+from megakit.train.engine import Engine
+from megakit.verify.axes import Axes
+from megakit.verify.functions import TypeFault, dual, instrumented, mismatch
+from megakit.verify.ledger import Ledger
+from megakit.verify.places import defined_at, raise_site
+from megakit.verify.rules import RULES, TRUSTED, Rule
+from megakit.verify.typed_comm import TypedComm, typed
+from megakit.verify.world import fake_batches, fake_rank, with_few_microbatches
+
+
+def typecheck(cfg: Config, rank: int = 0, rules: Mapping[type, Rule] = RULES) -> list[str]:
+    """Errors of the training step of `rank`, one line each: what has which type and should have which, and where. [] is a proof.
+
+    The forward and backward pass stop at the first error, so that later ones may show only when it is mended; errors of the
+    gradient buffers are all there. `rules` are those of the autograd functions the step uses.
+    """
+    with fake_rank(with_few_microbatches(cfg), rank, _typed_comm) as engine:
+        return _Check(engine).run(rules)
+
+
+def _typed_comm(state: ParallelState) -> TypedComm:
+    return TypedComm(state, Axes(state.grid))
+
+
+class _Check:
+    """Of one engine."""
+
+    def __init__(self, engine: Engine):
+        assert isinstance(engine.comm, TypedComm)
+        self.engine, self.comm, self.axes = engine, engine.comm, engine.comm.axes
+        self.sequence = V if engine.region.sequence_parallel else I
+        self.names = {id(p): name for name, p in engine.buffers.parameters.items()}
+        self.ledger = Ledger(self.axes)
+        self._type_parameters()
+
+    def types(self, tp: Any, dp: Any) -> dict[Any, Any]:
+        """A type by what it is over tp, and over dp and cp."""
+        return {axis: tp if axis in self.axes.of("tp") else dp for axis in self.axes.mesh}
+
+    def _type_parameters(self) -> None:
+        buffers = self.engine.buffers
+        sharded = _sharded_over_tp(self.engine)
+        # replicated parameters see the activations of this rank only, under sequence parallelism its part of the sequence
+        alike = R if self.sequence is V else I
+        for name, param in buffers.parameters.items():
+            set_local_type(param, self.types(V if name in sharded else alike, R))
+            gradient = dual(get_local_type(param))
+            if self.engine.state.size("pp") > 1:
+                tied = self.engine.cfg.model.tie_embeddings and name == "embedding.word.weight"
+                gradient |= {"pp": V, "embed": P if tied else V}
+            self.ledger.track(name, buffers.gradient(name), gradient)
+        for bucket in buffers.buckets:
+            self.ledger.read(buffers.grads[bucket.mine])
+
+    def run(self, rules: Mapping[type, Rule]) -> list[str]:
+        engine = self.engine
+        batches = fake_batches(engine)
+        fault: list[str] = []
+        try:
+            with (
+                self._watched(),
+                instrumented(rules, TRUSTED, self.axes, self.names),
+                spmd.set_current_mesh({self.axes.name(a): a for a in self.axes.mesh}),
+                type_mode(),
+                spmd.no_typecheck(),
+            ):
+                engine.train_step(batches, engine.cfg.optim.lr)
+                self.ledger.close()
+        except TypeFault as e:
+            fault = [str(e)]
+        return fault + self.ledger.errors
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """The engine's door, sink and stages tell this check what passes."""
+        engine, sink, stage = self.engine, self.engine.region.sink, self.engine.stage
+        assert sink is not None
+        self.comm.ledger, engine.region.sink = self.ledger, _TypedSink(self, sink)
+        stage.forward = partial(self._forward, stage, stage.forward)  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            self.comm.ledger, engine.region.sink = None, sink
+            del stage.forward
+
+    def _forward(
+        self, stage: Stage, forward: Callable[..., torch.Tensor], x: torch.Tensor | None, batch: MicroBatch
+    ) -> torch.Tensor:
+        """A forward pass of a stage, typed, with a contract at both ends."""
+        if x is not None:
+            set_local_type(x, self.types(self.sequence, V))
+        for field in dataclasses.fields(batch):
+            if isinstance(value := getattr(batch, field.name), torch.Tensor):
+                set_local_type(value, self.types(R, V))
+        place = f"stage {self.comm.index('pp')}"
+        try:
+            with typed():
+                y = forward(x, batch)
+        except SpmdTypeError as e:
+            line = self.axes.translate(str(e).splitlines()[0])
+            raise TypeFault(f"forward pass of {place}: {line} ({raise_site(e.__traceback__)})") from e
+        self._check_output(stage, get_local_type(y))
+        return y
+
+    def _check_output(self, stage: Stage, have: Mapping[Any, Any]) -> None:
+        """The next stage, or the sum of the loss, relies on it; there replicate and invariant are not the same."""
+        loss = stage.head is not None
+        what = f"the {'loss' if loss else 'output'} of stage {self.comm.index('pp')}"
+        where = defined_at(type(stage).forward)
+        wanted = self.types(I, P) if loss else self.types(self.sequence, V)
+        if text := mismatch(have, wanted, self.axes):
+            raise TypeFault(f"{what} {text} ({where})")
+        for axis, kind in wanted.items():
+            if kind is I and have[axis] is R:
+                name, n = self.axes.name(axis), axis.size()
+                raise TypeFault(
+                    f"{what} is replicate over {name}, should be invariant: its backward counts it {n} times ({where})"
+                )
+
+
+class _TypedSink:
+    """Looks at each contribution to a gradient before it passes it on: its type must be dual to the parameter's."""
+
+    def __init__(self, check: _Check, sink: GradSink):
+        self.check, self.sink = check, sink
+
+    def add(self, param: torch.Tensor, write: Callable[[torch.Tensor], object]) -> None:
+        name = self.check.names[id(param)]
+        total = torch.zeros(param.shape)
+        try:
+            with typed():
+                set_local_type(total, self.check.types(R, R))
+                write(total)
+        except SpmdTypeError as e:
+            line = self.check.axes.translate(str(e).splitlines()[0])
+            raise TypeFault(f"gradient of {name}: {line} ({raise_site(e.__traceback__)})") from e
+        if text := mismatch(get_local_type(total), dual(get_local_type(param)), self.check.axes):
+            raise TypeFault(f"gradient of {name}: a contribution {text} ({defined_at(write)})")
+        with spmd.no_typecheck():
+            self.sink.add(param, write)
+
+
+def _sharded_over_tp(engine: Engine) -> set[str]:
+    """Parameters of which two tensor-parallel ranks hold different parts: by how they are cut, not by what is said of them."""
+    tp, layout = engine.state.size("tp"), engine.stage.layout
+    if tp == 1:
+        return set()
+    one, other = (stage_params(engine.cfg, layout, tp, i) for i in (0, 1))
+    return {name for name in one if one[name].shard.boxes != other[name].shard.boxes}

@@ -1,0 +1,72 @@
+"""A fake world: one rank of a grid of any size as this process, with tensors that have no data.
+
+Process groups are those of torch's `fake` backend, whose collectives do nothing, and tensors live under FakeTensorMode,
+which computes shapes only. Everything else is what a real rank has: ParallelState, Comm, Engine. So a step of one rank of
+a thousand takes seconds on a laptop. What it can't show is a value.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megakit.config.schema import Config
+from megakit.modeling.decoder import MicroBatch
+from megakit.parallel.comm import Comm, Handle
+from megakit.parallel.grid import Grid, ParallelState
+from megakit.train.engine import Engine
+
+
+class FakeComm(Comm):
+    """Communication of a fake rank.
+
+    A sum over the world is what the host reads back (loss, tokens, squared norm), and a fake tensor can't be read: it comes
+    out as ones, a step with a finite loss and gradient.
+    """
+
+    def all_reduce(self, x: torch.Tensor, axis: str, op: str = "sum") -> Handle:
+        handle = super().all_reduce(x, axis, op)
+        if axis == "world":
+            handle.result.tolist = lambda: [1.0] * x.numel()  # type: ignore[method-assign]
+        return handle
+
+
+@contextmanager
+def fake_rank(cfg: Config, rank: int, comm: Callable[[ParallelState], Comm] = FakeComm) -> Iterator[Engine]:
+    """The engine of `rank` in a fake world of the grid of `cfg` (with parallel.dp given). Not inside a running job."""
+    if dist.is_initialized():
+        raise RuntimeError("a fake world needs a process of its own: a process group is already initialised in this one")
+    p = cfg.parallel
+    grid = Grid(dp=p.dp or 1, pp=p.pp, cp=p.cp, tp=p.tp)
+    dist.init_process_group("fake", rank=rank, world_size=grid.world, store=FakeStore())
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Set timeout is now only supported")
+            state = ParallelState(grid, torch.device("cpu"), timedelta(seconds=60))
+        with FakeTensorMode():
+            yield Engine(cfg, state, comm(state))
+    finally:
+        dist.destroy_process_group()
+
+
+def fake_batches(engine: Engine) -> list[MicroBatch]:
+    """The micro-batches of one step of this rank."""
+    cfg = engine.cfg
+    samples = engine.microbatches * cfg.train.micro_batch_size
+    return engine.split(torch.zeros(samples, cfg.train.seq_len + 1, dtype=torch.long), 0)
+
+
+def with_few_microbatches(cfg: Config) -> Config:
+    """The same step with no more micro-batches than show all there is to see: each is treated like the second."""
+    out = copy.deepcopy(cfg)
+    per = out.train.micro_batch_size * (out.parallel.dp or 1)
+    out.train.global_batch_size = min(out.train.global_batch_size, 2 * per)
+    return out

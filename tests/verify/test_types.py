@@ -1,0 +1,244 @@
+"""The type check: the engine is clean in every layout, and every planted fault is reported by name."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+pytest.importorskip("spmd_types")
+
+import torch
+import torch.nn.functional as F
+from spmd_types import R, S, rules
+
+from megakit.modeling import attention, decoder, mlp
+from megakit.parallel import loss, tensor
+from megakit.parallel.comm import Handle
+from megakit.parallel.zero import FlatBuffers
+from megakit.train import engine
+from megakit.verify.rules import RULES
+from megakit.verify.types import typecheck
+from tests.tiny import tiny
+
+
+def small(family="llama", **keys):
+    """Two layers, or one for each stage."""
+    layers = max(2, keys.get("pp", 1))
+    short = {"model__num_layers": layers, "train__global_batch_size": 4, "train__seq_len": 16}
+    return tiny(family, **{**short, **{f"parallel__{k}" if "__" not in k else k: v for k, v in keys.items()}})
+
+
+def ranks(cfg):
+    """One per stage: the others run the same program."""
+    p = cfg.parallel
+    return [stage * p.cp * p.tp for stage in range(p.pp)]
+
+
+SP = {"tp": 2, "sequence_parallel": True}
+LAYOUTS = {
+    "one rank": {},
+    "tp": {"tp": 2},
+    "tp sp": SP,
+    "pp": {"pp": 2},
+    "dp": {"dp": 2},
+    "dp zero 1": {"dp": 2, "zero": 1},
+    "tp pp dp": {"tp": 2, "pp": 2, "dp": 2},
+    "all sp zero 1": {**SP, "pp": 3, "dp": 2, "zero": 1},
+    "recompute": {**SP, "recompute": "full"},
+    "recompute the core": {**SP, "recompute": "selective"},
+    "dropout": {**SP, "model__hidden_dropout": 0.1, "model__attention_dropout": 0.1},
+    "dropout, no sp": {"tp": 2, "model__hidden_dropout": 0.1, "model__attention_dropout": 0.1},
+    "smoothing and z-loss": {"tp": 2, "train__label_smoothing": 0.1, "train__z_loss": 1e-4},
+    "bf16": {**SP, "dp": 2, "zero": 1, "train__precision": "bf16"},
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_engine_is_clean(family, layout):
+    cfg = small(family, **LAYOUTS[layout])
+    for rank in ranks(cfg):
+        assert typecheck(cfg, rank) == []
+
+
+# planted faults: each takes pytest's monkeypatch
+
+
+def late(axes, name):
+    """Parameters of that name have `axes` as the axes over which they are summed at the end."""
+
+    def plant(patch):
+        def faulty(*args):
+            specs = original(*args)
+            return {k: dataclasses.replace(s, late=axes) if name in k else s for k, s in specs.items()}
+
+        original = engine.stage_params
+        patch.setattr(engine, "stage_params", faulty)
+
+    return plant
+
+
+def region(method, faulty):
+    """A method of Region."""
+    return lambda patch: patch.setattr(tensor.Region, method, faulty)
+
+
+def unreduced_input_gradient(self, g):
+    return Handle(g.narrow(0, 0, len(g) // self.comm.size("tp")) if self.sequence_parallel else g)
+
+
+def twice_reduced_input_gradient(self, g):
+    once = self.comm.reduce_scatter(g, "tp") if self.sequence_parallel else self.comm.all_reduce(g, "tp")
+    return self.comm.all_reduce(once.wait(), "tp")
+
+
+def input_gradient_over_dp(self, g):
+    return self.comm.all_reduce(unreduced_input_gradient(self, g).wait(), "dp")
+
+
+def unreduced_output(self, y):
+    return y
+
+
+def bias_before_the_reduction(patch):
+    for module in (attention, mlp):
+        patch.setattr(module, "row_linear", lambda x, w, b, region: tensor._Linear.apply(x, w, b, region, "row"))
+
+
+class Gather(torch.autograd.Function):
+    """logits [S, B, V/tp] -> [S, B, V] on every rank"""
+
+    @staticmethod
+    def forward(ctx, z, comm):
+        ctx.comm = comm
+        return torch.cat(comm.all_gather(z.unsqueeze(0), "tp").wait().unbind(0), -1)
+
+    @staticmethod
+    def backward(ctx, g):
+        parts = torch.stack(g.chunk(ctx.comm.size("tp"), -1))
+        return ctx.comm.reduce_scatter(ctx.comm.partial(parts, "tp"), "tp").wait()[0], None
+
+
+def gather_rule(*, z, comm):
+    for axis in comm.axes.of("tp"):
+        z = rules.all_gather(z, axis, src=S(-1), dst=R)
+    return z
+
+
+def gathered_logits(patch):
+    def faulty(logits, labels, vocab, comm, smoothing, z_loss):
+        return F.cross_entropy(Gather.apply(logits, comm).flatten(0, 1), labels.flatten(), reduction="sum")
+
+    patch.setattr(decoder, "cross_entropy", faulty)
+
+
+class Deaf:
+    """A Comm whose sums stay on their rank."""
+
+    def __init__(self, comm):
+        self.comm = comm
+
+    def __getattr__(self, name):
+        return getattr(self.comm, name)
+
+    def all_reduce(self, x, axis, op="sum"):
+        return Handle(x) if op == "sum" else self.comm.all_reduce(x, axis, op)
+
+
+def unreduced_cross_entropy(patch):
+    original = loss._CrossEntropy.forward
+
+    def faulty(ctx, logits_SBV, labels_SB, vocab, comm, smoothing, z_loss):
+        return original(ctx, logits_SBV, labels_SB, vocab, Deaf(comm), smoothing, z_loss)
+
+    patch.setattr(loss._CrossEntropy, "forward", staticmethod(faulty))
+
+
+def dp_reduction(times):
+    def plant(patch):
+        original = FlatBuffers._reduce
+
+        def faulty(self, bucket):
+            whole = self.grads[bucket.lo : bucket.hi]
+            if not times:
+                bucket.reduction = Handle(whole)
+                return
+            self.comm.all_reduce(whole, "dp")
+            original(self, bucket)
+
+        patch.setattr(FlatBuffers, "_reduce", faulty)
+
+    return plant
+
+
+TIED = {"pp": 2, "model__tie_embeddings": True}
+ZERO = {"dp": 2, "zero": 1}
+FAULTS = {
+    # name: (layout, plant, words of the report)
+    "norm gradient not summed": (SP, late((), "norm"), ("norm.weight", "partial over tp", "a reduction is missing")),
+    "norm gradient summed twice": (SP, late(("tp", "tp"), "norm"), ("norm.weight", "over tp", "reduced twice")),
+    "norm gradient over dp": ({**SP, "dp": 2}, late(("dp",), "norm"), ("norm.weight", "over dp", "reduced twice")),
+    "column bias over tp": ({**SP, "model__add_bias_linear": True}, late(("tp",), "qkv.bias"), ("qkv.bias", "varying over tp")),
+    "weight over tp": (SP, late(("tp",), "mlp.up.weight"), ("mlp.up.weight", "varying over tp", "different parts")),
+    "tied not summed": (TIED, late((), "embedding.word"), ("embedding.word.weight", "partial over embed", "missing")),
+    "tied summed twice": (TIED, late(("embed", "embed"), "embedding.word"), ("embedding.word.weight", "embed", "twice")),
+    "tied over tp": ({**TIED, "tp": 2}, late(("embed", "tp"), "embedding.word"), ("embedding.word.weight", "varying over tp")),
+    "dp sum missing": ({"dp": 2}, dp_reduction(0), ("layers.0.mlp.up.weight", "partial over dp", "missing")),
+    "dp sum doubled": ({"dp": 2}, dp_reduction(2), ("layers.0.mlp.up.weight", "over dp", "reduced twice")),
+    "dp sum missing, ZeRO": (ZERO, dp_reduction(0), ("layers.0.mlp.up.weight", "partial over dp", "missing")),
+    "dp sum doubled, ZeRO": (ZERO, dp_reduction(2), ("layers.0.mlp.up.weight", "over dp", "reduced twice")),
+    "column gradient not reduced": (
+        {"tp": 2},
+        region("enter_backward", unreduced_input_gradient),
+        ("Linear.backward of output.weight", "partial over tp", "missing"),
+    ),
+    "column gradient not reduced, sp": (
+        SP,
+        region("enter_backward", unreduced_input_gradient),
+        ("Linear.backward of output.weight", "partial over tp", "missing"),
+    ),
+    "column gradient reduced twice": (
+        {"tp": 2},
+        region("enter_backward", twice_reduced_input_gradient),
+        ("Linear.backward", "replicate over tp", "counted 2 times"),
+    ),
+    "column gradient reduced twice, sp": (
+        SP,
+        region("enter_backward", twice_reduced_input_gradient),
+        ("Linear.backward", "is replicate over tp, should be varying"),
+    ),
+    "column gradient over the wrong group": (
+        {**SP, "dp": 2},
+        region("enter_backward", input_gradient_over_dp),
+        ("Linear.backward", "over dp", "should be varying"),
+    ),
+    "row output not reduced": ({"tp": 2}, region("leave", unreduced_output), ("Embedding.forward", "partial over tp")),
+    "bias before the reduction": (
+        {"tp": 2, "model__add_bias_linear": True},
+        bias_before_the_reduction,
+        ("Linear.forward of layers.0.attention.out.weight", "Partial", "tp"),
+    ),
+    "bias before the reduction, sp": (
+        {**SP, "model__add_bias_linear": True},
+        bias_before_the_reduction,
+        ("Linear.forward of layers.0.attention.out.weight", "Partial", "tp"),
+    ),
+    "gathered logits": ({"tp": 2}, gathered_logits, ("loss of stage 0", "replicate over tp", "counts it 2 times")),
+    "gathered logits, sp": (SP, gathered_logits, ("loss of stage 0", "replicate over tp", "counts it 2 times")),
+    "cross entropy not summed": (
+        {"tp": 2},
+        unreduced_cross_entropy,
+        ("CrossEntropy.forward", "varying over tp, should be invariant"),
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_named(fault, monkeypatch):
+    keys, plant, words = FAULTS[fault]
+    plant(monkeypatch)
+    cfg = small(**keys)
+    errors = [e for rank in ranks(cfg) for e in typecheck(cfg, rank, {**RULES, Gather: gather_rule})]
+    assert errors and all("\n" not in e for e in errors)
+    assert any(all(w in e for w in words) for e in errors), "\n".join(errors)
