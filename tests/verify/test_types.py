@@ -50,6 +50,7 @@ LAYOUTS = {
     "dropout": {**SP, "model__hidden_dropout": 0.1, "model__attention_dropout": 0.1},
     "dropout, no sp": {"tp": 2, "model__hidden_dropout": 0.1, "model__attention_dropout": 0.1},
     "smoothing and z-loss": {"tp": 2, "train__label_smoothing": 0.1, "train__z_loss": 1e-4},
+    "fp16": {**SP, "dp": 2, "zero": 1, "train__precision": "fp16"},
     "bf16": {**SP, "dp": 2, "zero": 1, "train__precision": "bf16"},
 }
 
