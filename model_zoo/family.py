@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
+from megakit.config.keys import MISSING
 from megakit.config.schema import Config, ModelConfig
 from megakit.errors import Refused
 from megakit.modeling.layout import head_dim, split_layers, stage_params
@@ -16,7 +17,14 @@ NO_BEARING = frozenset({"make_vocab_size_divisible_by", "hidden_dropout", "atten
 """Fields of the model that change neither the shapes of the weights nor what they mean."""
 
 
-_TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
+_TYPES: dict[str, tuple[type, ...]] = {
+    "int": (int,),
+    "float": (int, float),
+    "str": (str,),
+    "bool": (bool,),
+    "Optional[int]": (int, type(None)),
+    "Optional[float]": (int, float, type(None)),
+}
 
 
 class Part(NamedTuple):
@@ -128,16 +136,18 @@ def _split_rows(model: ModelConfig, module: str, rows: int, parts: int) -> list[
 
 def differences(theirs: dict[str, Any], model: ModelConfig) -> list[tuple[str, Any, Any]]:
     """(field, in `theirs`, in `model`) of each model field that differs and matters to the shapes or the meaning of
-    the weights. A rotary model has no table of positions: its max_position_embeddings doesn't."""
+    the weights. A rotary model has no table of positions: its max_position_embeddings doesn't. A field that `theirs`
+    lacks, since it is of an older version, had its default's meaning."""
     out = []
     for f in fields(ModelConfig):
         unused = f.name == "max_position_embeddings" and model.position_embedding == "rope"
-        if f.name in NO_BEARING or unused or f.name not in theirs:
+        their = theirs.get(f.name, f.default)
+        if f.name in NO_BEARING or unused or their == MISSING:
             continue
         ours = getattr(model, f.name)
-        same = math.isclose(theirs[f.name], ours, rel_tol=1e-9) if isinstance(ours, float) else theirs[f.name] == ours
-        if not same:
-            out.append((f.name, theirs[f.name], ours))
+        numbers = isinstance(ours, float) and their is not None
+        if not (math.isclose(their, ours, rel_tol=1e-9) if numbers else their == ours):
+            out.append((f.name, their, ours))
     return out
 
 

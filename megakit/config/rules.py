@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 
 from megakit.config.keys import show
 from megakit.config.ranges import check_each
-from megakit.config.schema import Config, OptimConfig
+from megakit.config.schema import Config, ModelConfig, OptimConfig
 from megakit.config.typed import replace
 from megakit.errors import Refused
 
@@ -18,6 +19,7 @@ def check(cfg: Config) -> None:
     """
     check_each(cfg)
     _check_model(cfg)
+    _check_rope(cfg.model)
     _check_tensor_parallel(cfg)
     _check_world(cfg)
     _check_batch(cfg)
@@ -99,6 +101,55 @@ def _check_model(cfg: Config) -> None:
         raise Refused(
             f"model.hidden_size / model.num_attention_heads = {m.hidden_size} / {m.num_attention_heads} = {width} is odd:"
             " rope turns pairs, use an even head width"
+        )
+
+
+ROPE_NEEDS: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "linear": ("rope_factor",),
+    "llama3": ("rope_factor", "rope_original_max_position_embeddings", "rope_low_freq_factor", "rope_high_freq_factor"),
+    "yarn": ("rope_factor", "rope_original_max_position_embeddings"),
+}
+"""What each kind of RoPE scaling can't do without."""
+ROPE_TAKES = {**ROPE_NEEDS, "yarn": (*ROPE_NEEDS["yarn"], "rope_beta_fast", "rope_beta_slow", "rope_attention_factor")}
+"""All that each kind reads."""
+
+
+def _check_rope(m: ModelConfig) -> None:
+    kind = m.rope_scaling
+    if kind != "none" and m.position_embedding != "rope":
+        raise Refused(
+            f"model.rope_scaling = {kind} changes nothing with model.position_embedding = {m.position_embedding}: set it to"
+            " none, or use model.position_embedding=rope"
+        )
+    for f in fields(m):
+        if not f.name.startswith("rope_") or f.name == "rope_scaling":
+            continue
+        value = getattr(m, f.name)
+        if f.name not in ROPE_TAKES[kind] and value != f.default:
+            takers = " or ".join(k for k, names in ROPE_TAKES.items() if f.name in names)
+            raise Refused(
+                f"model.{f.name} = {show(value)} changes nothing with model.rope_scaling = {kind}: leave it out, or use"
+                f" model.rope_scaling={takers}"
+            )
+        if f.name in ROPE_NEEDS[kind] and value is None:
+            raise Refused(
+                f"model.rope_scaling = {kind} needs model.{f.name}, which is null: give it, or use model.rope_scaling=none"
+            )
+    low, high = {
+        "llama3": ("rope_low_freq_factor", "rope_high_freq_factor"),
+        "yarn": ("rope_beta_slow", "rope_beta_fast"),
+    }.get(kind, ("", ""))
+    if low and getattr(m, low) >= getattr(m, high):
+        raise Refused(
+            f"model.{low} = {getattr(m, low)} is not below model.{high} = {getattr(m, high)}: between them lie the pairs that"
+            " are scaled in part"
+        )
+    original = m.rope_original_max_position_embeddings
+    if original is not None and original > m.max_position_embeddings:
+        raise Refused(
+            f"model.rope_original_max_position_embeddings = {original} is longer than the context after scaling,"
+            f" model.max_position_embeddings = {m.max_position_embeddings}: correct one"
         )
 
 

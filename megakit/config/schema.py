@@ -31,7 +31,7 @@ class ModelConfig:
     vocab_size: int = MISSING
     """True vocabulary. Rows added for the grid (make_vocab_size_divisible_by) never take part in the loss."""
     max_position_embeddings: int = MISSING
-    """Longest sequence: rows of a learned position table, or the context a rotary model is meant for."""
+    """Longest sequence: rows of a learned position table, or the context a rotary model is meant for (linear: before scaling)."""
     normalization: str = "rmsnorm"
     """rmsnorm | layernorm (with bias)."""
     norm_epsilon: float = 1e-5
@@ -42,6 +42,22 @@ class ModelConfig:
     """rope | learned."""
     rotary_base: float = 10000.0
     """RoPE theta."""
+    rope_scaling: str = "none"
+    """Stretches RoPE beyond the context it was trained on: none | linear (Chen et al. 2023) | llama3 (Llama 3.1) | yarn."""
+    rope_factor: Optional[float] = None
+    """By how much rope_scaling lengthens the wavelengths; needed by linear, llama3 and yarn."""
+    rope_original_max_position_embeddings: Optional[int] = None
+    """The context before scaling; needed by llama3 and yarn."""
+    rope_low_freq_factor: Optional[float] = None
+    """llama3: pairs that turn fewer times than this within the original context are scaled by the whole factor."""
+    rope_high_freq_factor: Optional[float] = None
+    """llama3: pairs that turn more often than this within the original context are left as they are."""
+    rope_beta_fast: float = 32.0
+    """yarn: pairs that turn more often than this within the original context are left as they are."""
+    rope_beta_slow: float = 1.0
+    """yarn: pairs that turn fewer times than this within the original context are scaled by the whole factor."""
+    rope_attention_factor: Optional[float] = None
+    """yarn: multiplies cos and sin (its mscale), so the scores by its square; null: 0.1 * ln(rope_factor) + 1."""
     add_bias_linear: bool = False
     """Biases on every linear layer but the output head."""
     tie_embeddings: bool = False

@@ -64,13 +64,17 @@ def _model(cfg: Config, tp: int) -> dict[str, Any]:
     ffn = max(1, round(m.ffn_hidden_size / m.hidden_size * hidden / 8)) * 8
     padded = m.vocab_size % (cfg.parallel.tp * m.make_vocab_size_divisible_by) != 0
     seq_len = _seq_len(cfg)
+    context = seq_len if m.max_position_embeddings <= cfg.train.seq_len else 2 * seq_len
+    original = m.rope_original_max_position_embeddings
     return {
         "model.num_attention_heads": heads,
         "model.num_query_groups": groups,
         "model.hidden_size": hidden,
         "model.ffn_hidden_size": ffn,
         "model.vocab_size": min(m.vocab_size, RAGGED_VOCABULARY if padded else VOCABULARY),
-        "model.max_position_embeddings": seq_len if m.max_position_embeddings <= cfg.train.seq_len else 2 * seq_len,
+        "model.max_position_embeddings": context,
+        "model.rope_original_max_position_embeddings": original
+        and min(max(1, original * context // m.max_position_embeddings), context),
     }
 
 

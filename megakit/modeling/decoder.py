@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megakit.config.schema import Config
 from megakit.modeling.block import Block, hidden_dropout
-from megakit.modeling.layout import StageLayout, head_dim
+from megakit.modeling.layout import StageLayout
 from megakit.modeling.norm import Norm
 from megakit.modeling.rope import rope_table
 from megakit.parallel.loss import cross_entropy
@@ -82,6 +82,6 @@ class Stage(nn.Module):
         if self.cfg.model.position_embedding != "rope":
             return None
         if self._rope is None or self._rope[0].shape[0] != seq_len:
-            cos, sin = rope_table(seq_len, head_dim(self.cfg.model), self.cfg.model.rotary_base, x.device)
+            cos, sin = rope_table(self.cfg.model, torch.arange(seq_len, device=x.device))
             self._rope = cos.to(x.dtype), sin.to(x.dtype)
         return self._rope

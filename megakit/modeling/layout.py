@@ -114,6 +114,17 @@ def head_dim(m: ModelConfig) -> int:
     return m.hidden_size // m.num_attention_heads
 
 
+def context_length(m: ModelConfig) -> int:
+    """Positions that the model is meant for, RoPE scaling included. `linear` stretches max_position_embeddings itself, as
+    in Hugging Face's configurations; yarn the original context; llama3 states the stretched one."""
+    if m.rope_scaling == "linear":
+        return math.floor(m.max_position_embeddings * (m.rope_factor or 1.0))
+    if m.rope_scaling == "yarn":
+        stretched = (m.rope_original_max_position_embeddings or 0) * (m.rope_factor or 1.0)
+        return max(m.max_position_embeddings, math.floor(stretched))
+    return m.max_position_embeddings
+
+
 def parameter_count(cfg: Config) -> int:
     """Parameters of the whole model: tied ones once, padding not at all."""
     (stage,) = split_layers(cfg.model.num_layers, 1)

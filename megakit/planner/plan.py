@@ -11,8 +11,8 @@ import math
 from dataclasses import dataclass
 
 from megakit.config import rules
-from megakit.config.schema import Config
-from megakit.modeling.layout import StageLayout, parameter_count, split_layers, stage_params
+from megakit.config.schema import Config, ModelConfig
+from megakit.modeling.layout import StageLayout, context_length, parameter_count, split_layers, stage_params
 from megakit.parallel.grid import Grid
 
 GIB = 2**30
@@ -184,6 +184,13 @@ def _formula(cfg: Config, grid: Grid) -> str:
     )
 
 
+def _beyond_context(m: ModelConfig, seq_len: int) -> str:
+    known = f"model.max_position_embeddings = {m.max_position_embeddings}"
+    if m.rope_scaling in ("linear", "yarn"):
+        known += f", model.rope_scaling = {m.rope_scaling} by {m.rope_factor:g}: {context_length(m)} positions"
+    return f"train.seq_len = {seq_len} is beyond the model's context, {known}"
+
+
 def _notes(cfg: Config, grid: Grid, stages: list[StagePlan], open_world: bool) -> list[str]:
     t, notes = cfg.train, []
     if cfg.optim.warmup_steps >= rules.total_steps(cfg):
@@ -201,8 +208,8 @@ def _notes(cfg: Config, grid: Grid, stages: list[StagePlan], open_world: bool) -
             f"{micro_batches} micro-batches starve {grid.pp} pipeline stages: use train.global_batch_size >="
             f" {grid.pp * t.micro_batch_size * grid.dp}"
         )
-    if t.seq_len > (context := cfg.model.max_position_embeddings):
-        notes.append(f"train.seq_len = {t.seq_len} is beyond the model's context, model.max_position_embeddings = {context}")
+    if t.seq_len > context_length(cfg.model):
+        notes.append(_beyond_context(cfg.model, t.seq_len))
     there, memory = rules.cluster_world(cfg), cfg.cluster.gpu_memory_gib
     if there is not None and grid.world < there:
         notes.append(f"{grid.world} of the cluster's {there} GPUs are used (cluster.nodes = {cfg.cluster.nodes})")

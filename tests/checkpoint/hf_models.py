@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -18,9 +19,26 @@ disable_progress_bar()
 IDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 
-def llama(heads: int = 8, kv: int = 2, tie: bool = False, dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, Config]:
+YARN = {"rope_type": "yarn", "rope_theta": 10.0, "factor": 2.0, "original_max_position_embeddings": 16, "beta_fast": 2.0}
+
+
+def llama(
+    heads: int = 8,
+    kv: int = 2,
+    tie: bool = False,
+    dtype: torch.dtype = torch.float32,
+    rope: dict[str, Any] | None = None,
+    **fields: Any,
+) -> tuple[PreTrainedModel, Config]:
+    """`rope` is a block of rope_parameters, `fields` the same as our model's fields."""
     cfg = layouts.llama(
-        num_attention_heads=heads, num_query_groups=kv, hidden_size=8 * heads, num_layers=2, tie_embeddings=tie, norm_epsilon=1e-6
+        num_attention_heads=heads,
+        num_query_groups=kv,
+        hidden_size=8 * heads,
+        num_layers=2,
+        tie_embeddings=tie,
+        norm_epsilon=1e-6,
+        **fields,
     )
     config = LlamaConfig(
         vocab_size=101,
@@ -30,7 +48,7 @@ def llama(heads: int = 8, kv: int = 2, tie: bool = False, dtype: torch.dtype = t
         num_attention_heads=heads,
         num_key_value_heads=kv,
         max_position_embeddings=32,
-        rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+        rope_parameters=rope or {"rope_type": "default", "rope_theta": 5e5},
         tie_word_embeddings=tie,
         **IDS,
     )

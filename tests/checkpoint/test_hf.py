@@ -74,6 +74,19 @@ def test_transformers_loads_the_export(tmp_path, family, tie):
         assert torch.equal(again(ids).logits, model(ids).logits)
 
 
+def test_rope_scaling_goes_both_ways(tmp_path):
+    """transformers computes the same from our config.json as from its own."""
+    fields = {"rope_factor": 2.0, "rope_original_max_position_embeddings": 16, "rope_beta_fast": 2.0}
+    model, cfg = hf_models.llama(rope=dict(hf_models.YARN), rotary_base=10.0, rope_scaling="yarn", **fields)
+    round_trip(write(model, tmp_path / "in"), tmp_path / "out", cfg, torch.float32)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    ids = torch.randint(0, 101, (2, 32), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        assert torch.equal(again(ids).logits, model(ids).logits)
+    with pytest.raises(Refused, match=r"holds another model \(model.rope_scaling: yarn there, none in the recipe"):
+        HfSource(tmp_path / "in", hf_models.llama(rotary_base=10.0)[1])
+
+
 def test_tied(tmp_path):
     """CV4: no lm_head in, none out, and the configuration says so; one that older folders hold anyway does no harm."""
     model, cfg = hf_models.llama(tie=True)

@@ -9,6 +9,9 @@ from megakit.config.schema import Config
 from megakit.errors import Refused
 from tests.config.tiny import refusal, tiny
 
+YARN = ["model.rope_scaling=yarn", "model.rope_factor=2", "model.rope_original_max_position_embeddings=16"]
+LLAMA3 = ["model.rope_scaling=llama3", *YARN[1:], "model.rope_low_freq_factor=1", "model.rope_high_freq_factor=4"]
+
 
 @pytest.mark.parametrize(
     ("overrides", "says"),
@@ -39,6 +42,22 @@ from tests.config.tiny import refusal, tiny
         (["train.steps=null", "train.tokens=0"], ["train.tokens = 0", "at least 1"]),
         (["train.tokens=1000"], ["train.steps = 10", "train.tokens = 1000", "train.tokens=null"]),
         (["train.steps=null"], ["train.steps", "train.tokens"]),
+        # rope scaling
+        (["model.rope_factor=2"], ["model.rope_factor = 2.0", "model.rope_scaling = none", "linear or llama3 or yarn"]),
+        (["model.rope_scaling=linear"], ["model.rope_scaling = linear", "needs model.rope_factor"]),
+        (["model.rope_scaling=yarn", "model.rope_factor=2"], ["needs model.rope_original_max_position_embeddings"]),
+        (["model.rope_scaling=linear", "model.rope_factor=1"], ["model.rope_factor = 1.0", "greater than 1"]),
+        (["model.rope_scaling=linear", "model.rope_factor=2", "model.rope_beta_fast=8"],
+         ["model.rope_beta_fast = 8.0", "model.rope_scaling = linear", "model.rope_scaling=yarn"]),
+        (["model.rope_scaling=linear", "model.rope_factor=2", "model.rope_original_max_position_embeddings=8"],
+         ["model.rope_original_max_position_embeddings = 8", "linear", "llama3 or yarn"]),
+        ([*LLAMA3, "model.rope_high_freq_factor=null"], ["model.rope_scaling = llama3", "needs model.rope_high_freq_factor"]),
+        ([*LLAMA3, "model.rope_high_freq_factor=1"], ["model.rope_low_freq_factor = 1.0", "model.rope_high_freq_factor = 1.0"]),
+        ([*LLAMA3, "model.rope_attention_factor=1"], ["model.rope_attention_factor = 1.0", "llama3", "yarn"]),
+        ([*LLAMA3, "model.rope_original_max_position_embeddings=33"],
+         ["model.rope_original_max_position_embeddings = 33", "model.max_position_embeddings = 32"]),
+        ([*YARN, "model.rope_beta_slow=64"], ["model.rope_beta_slow = 64.0", "model.rope_beta_fast = 32.0"]),
+        ([*YARN, "model.position_embedding=learned"], ["model.rope_scaling = yarn", "model.position_embedding = learned"]),
         # length
         (["model.position_embedding=learned", "train.seq_len=64"], ["train.seq_len = 64", "model.max_position_embeddings = 32"]),
         (["train.generate_tokens=5"], ["train.generate_tokens = 5", "data.tokenizer"]),
@@ -91,6 +110,10 @@ def test_refused(overrides: list[str], says: list[str]):
         ["parallel.tp=2", "parallel.sequence_parallel=true"],
         ["model.position_embedding=learned"],
         ["train.seq_len=64"],  # rope has no table; the plan notes it
+        ["model.rope_scaling=linear", "model.rope_factor=2.5"],
+        LLAMA3,
+        YARN,
+        [*YARN, "model.rope_beta_fast=16", "model.rope_beta_slow=2", "model.rope_attention_factor=1.2"],
         ["model.hidden_size=72", "model.position_embedding=learned"],  # an odd head width
         ["parallel.pp=8", "model.num_layers=8"],  # fewer micro-batches than stages: slow, not wrong; the plan notes it
         ["optim.warmup_steps=9"],

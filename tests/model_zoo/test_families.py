@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -89,12 +90,64 @@ def test_rotary_base(change, base):
     assert family("llama").from_hf({**LLAMA2_7B, **change}).rotary_base == base
 
 
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 1024}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+
+
+@pytest.mark.parametrize(
+    ("change", "fields"),
+    [
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, {"rope_scaling": "linear", "rope_factor": 2}),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+         {"rope_scaling": "linear", "rope_factor": 2.0}),
+        ({"rope_scaling": {"rope_type": "llama3", **LLAMA3}},
+         {"rope_scaling": "llama3", "rope_factor": 8.0, "rope_low_freq_factor": 1.0, "rope_high_freq_factor": 4.0,
+          "rope_original_max_position_embeddings": 1024}),
+        ({"rope_parameters": YARN, "rope_scaling": {"type": "yarn", **YARN}}, {"rope_scaling": "yarn", "rope_factor": 4.0}),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, {"rope_original_max_position_embeddings": 4096}),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "original_max_position_embeddings": 77},
+         {"rope_original_max_position_embeddings": 77}),
+        ({"rope_scaling": {**YARN, "beta_fast": 16, "beta_slow": 2}}, {"rope_beta_fast": 16, "rope_beta_slow": 2}),
+        ({"rope_scaling": {**YARN, "beta_fast": None}}, {"rope_beta_fast": 32.0, "rope_beta_slow": 1.0}),
+        ({"rope_scaling": {**YARN, "attention_factor": 1.5}}, {"rope_attention_factor": 1.5}),
+        # the recommended factor is no factor of its own
+        ({"rope_scaling": {**YARN, "attention_factor": 0.1 * math.log(4) + 1}}, {"rope_attention_factor": None}),
+        ({"rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}}, {"rope_attention_factor": 1.0}),
+        # scales nothing
+        ({"rope_scaling": {"type": "linear", "factor": 1.0}}, {"rope_scaling": "none", "rope_factor": None}),
+    ],
+)  # fmt: skip
+def test_rope_scaling_is_read_and_written(change, fields):
+    """In the words of transformers 4 and of 5."""
+    model = family("llama").from_hf({**LLAMA2_7B, **change})
+    assert {name: getattr(model, name) for name in fields} == fields
+    written = family("llama").config_json(model, "float32", 1, 2, None)
+    for block in ("rope_scaling", "rope_parameters"):
+        one = {k: v for k, v in written.items() if k not in {"rope_scaling", "rope_parameters"} - {block}}
+        assert family("llama").from_hf(one) == model, block
+
+
+def test_a_resumed_model_has_the_scaling_of_its_checkpoint():
+    model = llama().model
+    scaled = replace(model, rope_scaling="linear", rope_factor=2.0)
+    assert [name for name, *_ in differences(vars(scaled), model)] == ["rope_scaling", "rope_factor"]
+    assert differences(vars(scaled), replace(scaled, rope_factor=2)) == []
+    older = {name: value for name, value in vars(model).items() if not name.startswith("rope_")}
+    assert differences(older, model) == []
+    assert differences(older, scaled) == [("rope_scaling", "none", "linear"), ("rope_factor", None, 2.0)]
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling of type llama3"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling of type linear"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_parameters of type yarn"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "of type llama3 with low_freq_factor = None, which is no"),
+        ({"rope_scaling": {"type": "linear"}}, "of type linear with factor = None, which is no number"),
+        ({"rope_scaling": {"type": "linear", "factor": "2"}}, "of type linear with factor = 2, which is no number"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_parameters of type dynamic"),
+        ({"rope_scaling": {**YARN, "truncate": False}}, "rope_scaling.truncate = False"),
+        ({"rope_scaling": {**YARN, "long_factor": [1.0]}}, "rope_scaling.long_factor = [1.0]"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": YARN}, "which differ"),
+        ({"rope_scaling": YARN, "partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
         ({"rope_parameters": {"rope_type": "foo"}}, "rope_parameters of type foo"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
         ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}}, "rope_theta twice, as 10000.0 and 500000.0"),

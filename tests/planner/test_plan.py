@@ -150,6 +150,11 @@ def test_steps_tokens_and_accumulation():
         (["parallel.pp=4", "model.num_layers=4", "train.global_batch_size=4"], "2 micro-batches starve 4 pipeline stages: use"
          " train.global_batch_size >= 8"),
         (["train.seq_len=64"], "train.seq_len = 64 is beyond the model's context, model.max_position_embeddings = 32"),
+        (
+            ["train.seq_len=128", "model.rope_scaling=linear", "model.rope_factor=2"],
+            "train.seq_len = 128 is beyond the model's context, model.max_position_embeddings = 32,"
+            " model.rope_scaling = linear by 2: 64 positions",
+        ),
         (["cluster.gpus_per_node=8", "parallel.dp=4"], "4 of the cluster's 8 GPUs are used"),
         ([], "planned for dp 1"),
         (["cluster.gpus_per_node=1", "cluster.gpu_memory_gib=0.001"], "a GPU has 0.001 GiB"),

@@ -2,20 +2,48 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 
-from megakit.config.schema import Config
+from megakit.config.schema import Config, ModelConfig
 from megakit.parallel.loss import IGNORE
 from tests.tiny import batch
 
 
-def _rotate(x_BNSD: torch.Tensor, base: float) -> torch.Tensor:
+def _wavelength(m: ModelConfig, pair: int, d: int) -> float:
+    """Positions of one turn of a pair, scaled: each kind told pair by pair, from the papers."""
+    plain = 2 * math.pi * m.rotary_base ** (2 * pair / d)
+    if m.rope_scaling == "none":
+        return plain
+    stretched = plain * m.rope_factor
+    if m.rope_scaling == "linear":
+        return stretched
+    turns = m.rope_original_max_position_embeddings / plain
+    if m.rope_scaling == "llama3":
+        if turns <= m.rope_low_freq_factor:
+            return stretched
+        if turns >= m.rope_high_freq_factor:
+            return plain
+        kept = (turns - m.rope_low_freq_factor) / (m.rope_high_freq_factor - m.rope_low_freq_factor)
+    else:
+        wanted = [m.rope_original_max_position_embeddings / (2 * math.pi * beta) for beta in (m.rope_beta_fast, m.rope_beta_slow)]
+        fast, slow = (d / 2 * math.log(w, m.rotary_base) for w in wanted)
+        fast, slow = max(math.floor(fast), 0), math.ceil(slow)
+        kept = 1 - min(max((pair - fast) / (slow - fast), 0), 1)
+    return 1 / (kept / plain + (1 - kept) / stretched)
+
+
+def _rotate(x_BNSD: torch.Tensor, m: ModelConfig) -> torch.Tensor:
     s, d = x_BNSD.shape[-2:]
-    frequency = 1.0 / base ** (torch.arange(0, d, 2, dtype=torch.float64) / d)
-    angle = (torch.arange(s, dtype=torch.float64)[:, None] * frequency).repeat(1, 2)
+    turns = torch.arange(s, dtype=torch.float64)[:, None] / torch.tensor([_wavelength(m, i, d) for i in range(d // 2)]).double()
+    angle = (2 * math.pi * turns).repeat(1, 2)
     half = torch.cat([-x_BNSD[..., d // 2 :], x_BNSD[..., : d // 2]], -1)
-    return x_BNSD * angle.cos().to(x_BNSD) + half * angle.sin().to(x_BNSD)
+    longer = 1.0
+    if m.rope_scaling == "yarn":
+        longer = m.rope_attention_factor or math.log(m.rope_factor) / 10 + 1
+    return longer * (x_BNSD * angle.cos().to(x_BNSD) + half * angle.sin().to(x_BNSD))
 
 
 def logits(cfg: Config, w: dict[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
@@ -40,7 +68,7 @@ def logits(cfg: Config, w: dict[str, torch.Tensor], tokens: torch.Tensor) -> tor
         q, k, v = (t.unflatten(-1, (-1, d)).transpose(1, 2) for t in (q, k, v))
         k, v = (t.repeat_interleave(m.num_attention_heads // m.num_query_groups, 1) for t in (k, v))
         if m.position_embedding == "rope":
-            q, k = _rotate(q, m.rotary_base), _rotate(k, m.rotary_base)
+            q, k = _rotate(q, m), _rotate(k, m)
         scores = q @ k.transpose(-1, -2) / d**0.5
         mask = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).triu(1)
         y = scores.masked_fill(mask, float("-inf")).softmax(-1) @ v

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,8 @@ HEADS = [(8, 2), (6, 2), (8, 4), (8, 8), (8, 1)]
 """Shapes at which a wrong permutation of the q and k rows shows: it doesn't at (4, 2), (16, 4), (64, 8)."""
 
 
-def llama(path: Path, heads: int, groups: int, tied: bool = False) -> Config:
+def llama(path: Path, heads: int, groups: int, tied: bool = False, rope: dict[str, Any] | None = None, **fields: Any) -> Config:
+    """`rope` is a block of rope_parameters, `fields` the same as our model's fields."""
     config = transformers.LlamaConfig(
         vocab_size=101,
         hidden_size=heads * 8,
@@ -29,7 +31,7 @@ def llama(path: Path, heads: int, groups: int, tied: bool = False) -> Config:
         num_attention_heads=heads,
         num_key_value_heads=groups,
         max_position_embeddings=32,
-        rope_theta=5e5,
+        rope_parameters=rope or {"rope_type": "default", "rope_theta": 5e5},
         rms_norm_eps=1e-5,
         tie_word_embeddings=tied,
         initializer_range=0.2,
@@ -50,6 +52,7 @@ def llama(path: Path, heads: int, groups: int, tied: bool = False) -> Config:
         model__num_query_groups=groups,
         model__tie_embeddings=tied,
         model__make_vocab_size_divisible_by=128,
+        **{f"model__{name}": value for name, value in fields.items()},
     )
 
 
@@ -148,6 +151,23 @@ def test_llama_of_every_head_shape(pools, tmp_path, heads, groups):
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), (2, 2)])
 def test_llama_on_a_grid(pools, tmp_path, tp, pp, tied):
     check(pools, llama(tmp_path, 8, 2, tied), tmp_path, tp, pp, llama_names)
+
+
+STRETCHED = {"factor": 3.0, "original_max_position_embeddings": 16}
+SCALINGS = {
+    "linear": {"factor": 2.5},
+    "llama3": {**STRETCHED, "low_freq_factor": 1.0, "high_freq_factor": 2.0},
+    "yarn": {**STRETCHED, "beta_fast": 2.0, "beta_slow": 0.6},
+}
+
+
+@pytest.mark.parametrize("kind", SCALINGS)
+def test_rope_scaling(pools, tmp_path, kind):
+    """Theta 10, so that the four pairs of these small heads are scaled whole, in part and not at all."""
+    rope = {"rope_type": kind, "rope_theta": 10.0, **SCALINGS[kind]}
+    fields = {f"rope_{name}": value for name, value in SCALINGS[kind].items()}
+    cfg = llama(tmp_path, 8, 2, rope=rope, rotary_base=10.0, rope_scaling=kind, **fields)
+    check(pools, cfg, tmp_path, 2, 1, llama_names)
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
