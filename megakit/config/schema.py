@@ -85,15 +85,19 @@ class ParallelConfig:
     dp: Optional[int] = None
     """Data parallel replicas; null: all ranks that are there, divided by tp * pp * cp."""
     zero: int = 0
-    """ZeRO stage: 0 nothing is sharded over dp, 1 the optimizer states are."""
+    """ZeRO stage, what is sharded over dp: 0 nothing, 1 the optimizer states, 2 gradients too."""
+    zero_group: Optional[int] = None
+    """Ranks that share one copy of what ZeRO shards, neighbours on dp; it is replicated over such groups. null: all of dp."""
     sequence_parallel: bool = False
     """Shard activations between the tensor-parallel layers along the sequence."""
     schedule: str = "1f1b"
-    """Pipeline schedule; only 1f1b is built."""
+    """Pipeline schedule: gpipe | 1f1b | interleaved_1f1b | zb_h1 | zb_v (zero bubble; weight gradients are put off)."""
     virtual_stages: int = 1
-    """Model chunks per pipeline rank; only 1 is built."""
+    """Model chunks per pipeline rank: 2 or more for interleaved_1f1b, 2 for zb_v."""
     layers_per_stage: Optional[List[int]] = None
-    """Layers of each pipeline stage, in order; null: as even as possible, the first and last stages getting fewer."""
+    """Layers of each of the pp * virtual_stages stages, in order of the model; null: by stage_balance."""
+    stage_balance: str = "layers"
+    """Without layers_per_stage: layers (as even as possible) | cost (embedding, head and loss weigh what they cost)."""
     recompute: str = "none"
     """Activation recomputation: none | selective (the attention core) | full (every layer)."""
     bucket_size: int = 40_000_000

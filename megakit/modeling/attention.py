@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megakit.config.schema import Config
-from megakit.modeling.layout import head_dim
+from megakit.modeling.balance import head_dim
 from megakit.modeling.rope import apply_rope
 from megakit.parallel.random import mix, seed_default_generator
 from megakit.parallel.tensor import Region, column_linear, row_linear

@@ -33,26 +33,54 @@ class MicroBatch:
     """Of its first sample in the global order: what its dropout masks are drawn from."""
 
 
+class Embedding(nn.Module):
+    """token ids [S, B] -> x [s, B, H]"""
+
+    def __init__(self, cfg: Config, params: Mapping[str, nn.Parameter], region: Region):
+        super().__init__()
+        self.region, self.dropout = region, cfg.model.hidden_dropout
+        self.word = params["embedding.word.weight"]
+        self.position = params["embedding.position.weight"] if cfg.model.position_embedding == "learned" else None
+
+    def forward(self, tokens_SB: torch.Tensor, seed: int) -> torch.Tensor:
+        x = embedding(tokens_SB, self.word, self.region)
+        if self.position is not None:
+            lo = self.region.comm.index("tp") * x.shape[0] if self.region.sequence_parallel else 0
+            x = x + self.position[lo : lo + x.shape[0], None]
+        p = self.dropout if self.training else 0.0
+        return hidden_dropout(x, p, mix(seed, -1), self.region)
+
+
+class Head(nn.Module):
+    """x [s, B, H] -> logits [S, B, V]"""
+
+    def __init__(self, cfg: Config, params: Mapping[str, nn.Parameter], region: Region):
+        super().__init__()
+        self.region = region
+        self.norm = Norm(cfg.model, params, "final_norm")
+        self.weight = params["embedding.word.weight" if cfg.model.tie_embeddings else "output.weight"]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return column_linear(self.norm(x), self.weight, None, self.region)
+
+
 class Stage(nn.Module):
-    """(x [s, B, H] or None, MicroBatch) -> x [s, B, H], or on the last stage the loss sum [] or logits [S, B, V]."""
+    """(x [s, B, H] or None, MicroBatch) -> x [s, B, H], or of the last stage the loss sum [] or logits [S, B, V]."""
 
     def __init__(self, cfg: Config, layout: StageLayout, params: Mapping[str, nn.Parameter], region: Region):
         super().__init__()
-        m = cfg.model
         self.cfg, self.layout, self.region = cfg, layout, region
         self.recompute = cfg.parallel.recompute == "full"
-        self.word = params["embedding.word.weight"] if layout.first else None
-        self.position = params["embedding.position.weight"] if layout.first and m.position_embedding == "learned" else None
+        self.embedding = Embedding(cfg, params, region) if layout.first else None
         self.blocks = nn.ModuleList(Block(cfg, params, i, region) for i in layout.layers)
-        self.final_norm = Norm(m, params, "final_norm") if layout.last else None
-        self.head = params["embedding.word.weight" if m.tie_embeddings else "output.weight"] if layout.last else None
+        self.head = Head(cfg, params, region) if layout.last else None
         self._rope: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def forward(self, x: torch.Tensor | None, batch: MicroBatch) -> torch.Tensor:
         cfg = self.cfg
         seed = mix(cfg.train.seed, batch.position)
-        if self.word is not None:
-            x = self._embed(batch.tokens_SB, self.word, seed)
+        if self.embedding is not None:
+            x = self.embedding(batch.tokens_SB, seed)
         assert x is not None
         rope = self._rope_for(batch.tokens_SB.shape[0], x)
         for block in self.blocks:
@@ -62,21 +90,12 @@ class Stage(nn.Module):
                 x = block(x, rope, seed)
         if self.head is None:
             return x
-        assert self.final_norm is not None
-        logits = column_linear(self.final_norm(x), self.head, None, self.region)
+        logits = self.head(x)
         if batch.labels_SB is None:
             return logits
         # evaluation reports the cross entropy alone: the perplexity is made from it
         smoothing, z_loss = (cfg.train.label_smoothing, cfg.train.z_loss) if self.training else (0.0, 0.0)
         return cross_entropy(logits, batch.labels_SB, cfg.model.vocab_size, self.region.comm, smoothing, z_loss)
-
-    def _embed(self, tokens_SB: torch.Tensor, word: torch.Tensor, seed: int) -> torch.Tensor:
-        x = embedding(tokens_SB, word, self.region)
-        if self.position is not None:
-            lo = self.region.comm.index("tp") * x.shape[0] if self.region.sequence_parallel else 0
-            x = x + self.position[lo : lo + x.shape[0], None]
-        p = self.cfg.model.hidden_dropout if self.training else 0.0
-        return hidden_dropout(x, p, mix(seed, -1), self.region)
 
     def _rope_for(self, seq_len: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         if self.cfg.model.position_embedding != "rope":

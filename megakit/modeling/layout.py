@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megakit.config.schema import Config, ModelConfig
 from megakit.errors import Refused
+from megakit.modeling.balance import balanced, head_dim
+from megakit.parallel.pipeline import generators
+from megakit.parallel.pipeline.schedule import Placement
 from megakit.parallel.shard import ParamSpec, ShardSpec
 
 
@@ -18,6 +21,8 @@ class StageLayout:
     count: int
     """Number of stages."""
     layers: range
+    ends_together: bool = False
+    """The first and the last stage are on the same rank."""
 
     @property
     def first(self) -> bool:
@@ -30,6 +35,38 @@ class StageLayout:
         return self.index == self.count - 1
 
 
+def model_placement(cfg: Config) -> Placement:
+    """Where the stages of the model are."""
+    p = cfg.parallel
+    return generators.placement(p.schedule, p.pp, p.virtual_stages)
+
+
+def model_stages(cfg: Config) -> list[StageLayout]:
+    """All stages, in order of the layers.
+
+    Raises Refused where the layers don't fit them.
+    """
+    p, layers, where = cfg.parallel, cfg.model.num_layers, model_placement(cfg)
+    given = p.layers_per_stage
+    if given is None and p.stage_balance == "cost":
+        given = balanced(cfg.model, cfg.train.seq_len, where.stages)
+    elif given is None and where.chunks > 1 and layers % where.stages:
+        low = layers // where.stages * where.stages
+        near = f"{low} or {low + where.stages}" if low else str(where.stages)
+        raise Refused(
+            f"model.num_layers = {layers} can't be cut evenly into parallel.pp x parallel.virtual_stages = {p.pp} x {p.virtual_stages}"
+            f" = {where.stages} stages: use {near} layers, or parallel.stage_balance=cost, or parallel.layers_per_stage"
+        )
+    together = where.place(0)[0] == where.place(where.stages - 1)[0]
+    return [replace(stage, ends_together=together) for stage in split_layers(layers, where.stages, given)]
+
+
+def rank_stages(cfg: Config, rank: int) -> list[StageLayout]:
+    """The stages of one pipeline rank, one per chunk."""
+    stages, where = model_stages(cfg), model_placement(cfg)
+    return [stages[where.stage(rank, chunk)] for chunk in range(where.chunks)]
+
+
 def split_layers(num_layers: int, stages: int, given: list[int] | None = None) -> list[StageLayout]:
     """Cut the layers into pipeline stages: as `given`, or as even as possible with the remainder in the middle stages,
     since the first stage also has the embedding and the last one the loss.
@@ -38,12 +75,18 @@ def split_layers(num_layers: int, stages: int, given: list[int] | None = None) -
     """
     if given is None:
         if num_layers < stages:
-            raise Refused(f"model.num_layers = {num_layers} is less than parallel.pp = {stages}: use parallel.pp <= {num_layers}")
+            raise Refused(
+                f"model.num_layers = {num_layers} is less than {stages} pipeline stages (parallel.pp x parallel.virtual_stages):"
+                f" use at most {num_layers}"
+            )
         base, extra = divmod(num_layers, stages)
         middle = sorted(range(stages), key=lambda s: (min(s, stages - 1 - s) == 0, abs(2 * s - stages + 1), s))[:extra]
         given = [base + (s in middle) for s in range(stages)]
     if len(given) != stages:
-        raise Refused(f"parallel.layers_per_stage has {len(given)} entries, parallel.pp = {stages}: give one per stage")
+        raise Refused(
+            f"parallel.layers_per_stage has {len(given)} entries, there are parallel.pp x parallel.virtual_stages = {stages}"
+            " stages: give one per stage, in order of the model"
+        )
     if min(given) < 1 or sum(given) != num_layers:
         raise Refused(
             f"parallel.layers_per_stage = {list(given)} adds up to {sum(given)}, model.num_layers = {num_layers}:"
@@ -56,7 +99,8 @@ def split_layers(num_layers: int, stages: int, given: list[int] | None = None) -
 def stage_params(cfg: Config, stage: StageLayout, tp: int, tp_rank: int) -> dict[str, ParamSpec]:
     """The parameters of one stage on one tensor-parallel rank, by global name, in the order of the forward pass.
 
-    A tied output head on another rank than the embedding appears as its second copy under the embedding's name.
+    A tied output head on another rank than the embedding appears as its second copy under the embedding's name; on the same
+    rank it is the embedding of the first stage.
     """
     m, std = cfg.model, cfg.model.init_method_std
     partial = ("tp",) if cfg.parallel.sequence_parallel and tp > 1 else ()
@@ -86,7 +130,7 @@ def stage_params(cfg: Config, stage: StageLayout, tp: int, tp_rank: int) -> dict
     def vocabulary(name: str, **kw) -> None:
         add(ShardSpec.padded_rows(name, m.vocab_size, m.hidden_size, tp_rank, tp, m.make_vocab_size_divisible_by), std, **kw)
 
-    apart = m.tie_embeddings and stage.count > 1
+    apart = m.tie_embeddings and stage.count > 1 and not stage.ends_together
     if stage.first:
         uses = 2 if m.tie_embeddings and not apart else 1
         vocabulary("embedding.word.weight", late=("embed",) if apart else (), uses=uses)
@@ -107,11 +151,6 @@ def stage_params(cfg: Config, stage: StageLayout, tp: int, tp_rank: int) -> dict
         elif apart:
             vocabulary("embedding.word.weight", late=("embed",), owner=False)
     return out
-
-
-def head_dim(m: ModelConfig) -> int:
-    """Width of an attention head."""
-    return m.hidden_size // m.num_attention_heads
 
 
 def context_length(m: ModelConfig) -> int:

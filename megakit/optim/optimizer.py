@@ -17,7 +17,7 @@ from torch import nn
 
 from megakit.config.schema import OptimConfig
 from megakit.parallel.comm import Comm
-from megakit.parallel.zero import Boxes, Bucket, FlatBuffers
+from megakit.parallel.zero import Boxes, FlatBuffers, Shard, boxes_of
 
 
 @dataclass(frozen=True)
@@ -39,25 +39,25 @@ class StepResult:
 
 
 class Optimizer:
-    """AdamW (Loshchilov & Hutter 2019) as torch computes it, one parameter per bucket."""
+    """AdamW (Loshchilov & Hutter 2019) as torch computes it, one parameter per shard."""
 
     def __init__(self, buffers: FlatBuffers, comm: Comm, cfg: OptimConfig):
         self.buffers, self.comm, self.clip = buffers, comm, cfg.clip_grad
-        self.exp_avg: dict[Bucket, torch.Tensor] = {}
-        self.exp_avg_sq: dict[Bucket, torch.Tensor] = {}
+        self.exp_avg: dict[Shard, torch.Tensor] = {}
+        self.exp_avg_sq: dict[Shard, torch.Tensor] = {}
+        self._params: dict[Shard, nn.Parameter] = {}
         groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
         states: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
-        for bucket in buffers.buckets:
-            param = nn.Parameter(buffers.master(bucket))
-            param.grad = buffers.grads[bucket.mine]
-            groups[bucket.decay].append(param)
-            self.exp_avg[bucket], self.exp_avg_sq[bucket] = torch.zeros_like(param.data), torch.zeros_like(param.data)
+        for shard in buffers.shards:
+            param = self._params[shard] = nn.Parameter(shard.master)
+            groups[shard.decay].append(param)
+            self.exp_avg[shard], self.exp_avg_sq[shard] = torch.zeros_like(param.data), torch.zeros_like(param.data)
             # made here, not by the first step: a checkpoint is loaded into them. Each has a step tensor of its own,
             # a shared one would be counted up by each
             states[param] = {
                 "step": torch.tensor(0.0, device=param.device),
-                "exp_avg": self.exp_avg[bucket],
-                "exp_avg_sq": self.exp_avg_sq[bucket],
+                "exp_avg": self.exp_avg[shard],
+                "exp_avg_sq": self.exp_avg_sq[shard],
             }
         self._adamw = torch.optim.AdamW(
             [{"params": p, "weight_decay": cfg.weight_decay * decay} for decay, p in groups.items() if p],
@@ -80,9 +80,9 @@ class Optimizer:
         """After `buffers.finish()`. loss_sum and tokens are this rank's share, 0 on ranks that must not be counted; the
         gradients are those of the loss sum times `grad_scale`.
 
-        Leaves the gradients cleared and, unless the step is skipped, new parameters on all ranks.
+        Leaves the gradients cleared and, unless the step is skipped, new parameters on their way to all ranks.
         """
-        share = torch.stack([loss_sum.double(), tokens.double(), self.buffers.square_sum()])
+        share = torch.stack([loss_sum.double(), tokens.double(), self._square_sum(loss_sum.device)])
         share = torch.cat([share, torch.tensor(votes, dtype=torch.float64, device=share.device)])
         loss, count, square, *summed = self.comm.all_reduce(share, "world").wait().tolist()
         count = max(count, 1.0)
@@ -91,13 +91,24 @@ class Optimizer:
         skipped = not (math.isfinite(loss) and math.isfinite(norm))
         if not skipped:
             factor = min(1.0, self.clip / (norm + 1e-6)) if self.clip else 1.0
-            torch._foreach_mul_([self.buffers.grads[b.mine] for b in self.buffers.buckets], factor / divisor)
+            torch._foreach_mul_([shard.grad for shard in self._params], factor / divisor)
+            for shard, param in self._params.items():
+                param.grad = shard.grad
             for group in self._adamw.param_groups:
                 group["lr"] = lr
             self._adamw.step()
+            self._adamw.zero_grad()
             self.buffers.publish()
         self.buffers.clear_grads()
         return StepResult(loss / count, norm, int(count), skipped, tuple(summed))
+
+    def _square_sum(self, device: torch.device) -> torch.Tensor:
+        """Of the gradients this rank answers for, fp64 []: summed over the world, every element counts once."""
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for shard in self._params:
+            if shard.owned:
+                total += torch.linalg.vector_norm(shard.grad, dtype=torch.float64).square()
+        return total
 
     @property
     def updates(self) -> int:
@@ -110,9 +121,10 @@ class Optimizer:
             state["step"].fill_(value)
 
     def boxes(self, owned: bool) -> Boxes:
-        """Masters and moments as boxes of global tensors; see `FlatBuffers.boxes`."""
+        """Masters and moments as boxes of global tensors; see `boxes_of`."""
+        masters = {shard: shard.master for shard in self._params}
         return {
-            **self.buffers.boxes("master", self.buffers.master, owned),
-            **self.buffers.boxes("exp_avg", self.exp_avg.__getitem__, owned),
-            **self.buffers.boxes("exp_avg_sq", self.exp_avg_sq.__getitem__, owned),
+            **boxes_of("master", masters, owned),
+            **boxes_of("exp_avg", self.exp_avg, owned),
+            **boxes_of("exp_avg_sq", self.exp_avg_sq, owned),
         }

@@ -6,7 +6,9 @@ Tensor collectives work along dim 0. Asynchronous ones return a `Handle`; its `w
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -28,12 +30,19 @@ class Record:
 
     op: str
     group: str
-    """Axis of the grid, `world` or `embed`; for send and recv `pp:SOURCE>TARGET` in stages."""
+    """Name of a group of the grid; for send and recv `pp:SOURCE>TARGET` in pipeline ranks; for marks what is computed."""
     seq: int
     """Counted per group, so equal on all members: two ranks' records can be matched."""
     shape: tuple[int, ...]
     dtype: str
-    done: bool = False
+    issued: int = 0
+    """When it was issued, in events (issues, waits and marks) of this rank."""
+    waited: int | None = None
+    """When the rank had waited for its end; None: not yet. What was marked between the two overlaps it."""
+
+    @property
+    def done(self) -> bool:
+        return self.waited is not None
 
     def __str__(self) -> str:
         state = "done" if self.done else "not done"
@@ -43,15 +52,15 @@ class Record:
 class Handle:
     """A result that may still be under way. Keeps its buffers alive until `wait()`."""
 
-    def __init__(self, result: torch.Tensor, work: dist.Work | None = None, record: Record | None = None):
-        self.result, self._work, self._record = result, work, record
+    def __init__(self, result: torch.Tensor, work: dist.Work | None = None, ended: Callable[[], None] | None = None):
+        self.result, self._work, self._ended = result, work, ended
 
     def wait(self) -> torch.Tensor:
         if self._work is not None:
             self._work.wait()
             self._work = None
-        if self._record is not None:
-            self._record.done = True
+            if self._ended is not None:
+                self._ended()
         return self.result
 
 
@@ -66,6 +75,7 @@ class Comm:
         self.records: deque[Record] = deque(maxlen=keep)
         self.bytes: Counter[tuple[str, str]] = Counter()
         self._seq: Counter[str] = Counter()
+        self._events = 0
 
     def size(self, axis: str) -> int:
         return self.state.size(axis)
@@ -77,22 +87,37 @@ class Comm:
         """Operations that were issued and not waited for: what a hang is about."""
         return [r for r in self.records if not r.done]
 
+    def mark(self, what: str) -> None:
+        """Note in the record that a computation begins."""
+        record = self._record("compute", what, (), "")
+        record.waited = record.issued
+
+    def _tick(self) -> int:
+        self._events += 1
+        return self._events
+
     def _record(self, op: str, group: str, shape: tuple[int, ...], dtype: str, nbytes: int = 0) -> Record:
         self._seq[group] += 1
         self.bytes[op, group] += nbytes
-        record = Record(op, group, self._seq[group], shape, dtype)
+        record = Record(op, group, self._seq[group], shape, dtype, self._tick())
         self.records.append(record)
         return record
 
     def _record_tensor(self, op: str, group: str, x: torch.Tensor) -> Record:
         return self._record(op, group, tuple(x.shape), str(x.dtype), x.numel() * x.element_size())
 
+    def _ended(self, record: Record) -> None:
+        record.waited = self._tick()
+
+    def _handle(self, result: torch.Tensor, work: dist.Work | None, record: Record) -> Handle:
+        return Handle(result, work, partial(self._ended, record))
+
     def all_reduce(self, x: torch.Tensor, axis: str, op: str = "sum") -> Handle:
         """In place; `op` is sum or max."""
         if self.size(axis) == 1:
             return Handle(x)
         record = self._record_tensor("all_reduce", axis, x)
-        return Handle(x, dist.all_reduce(x, _REDUCE[op], group=self.state.groups[axis], async_op=True), record)
+        return self._handle(x, dist.all_reduce(x, _REDUCE[op], group=self.state.groups[axis], async_op=True), record)
 
     def all_gather(self, x: torch.Tensor, axis: str, out: torch.Tensor | None = None) -> Handle:
         """[n, ...] of each rank -> [n * ranks, ...]"""
@@ -102,7 +127,7 @@ class Comm:
         x = x.contiguous()
         out = x.new_empty((n * x.shape[0], *x.shape[1:])) if out is None else out
         record = self._record_tensor("all_gather", axis, out)
-        return Handle(out, _all_gather(out, x, group=self.state.groups[axis], async_op=True), record)
+        return self._handle(out, _all_gather(out, x, group=self.state.groups[axis], async_op=True), record)
 
     def reduce_scatter(self, x: torch.Tensor, axis: str, out: torch.Tensor | None = None) -> Handle:
         """[n * ranks, ...] of each rank -> this rank's [n, ...] of their sum"""
@@ -112,7 +137,7 @@ class Comm:
         x = x.contiguous()
         out = x.new_empty((x.shape[0] // n, *x.shape[1:])) if out is None else out
         record = self._record_tensor("reduce_scatter", axis, x)
-        return Handle(out, _reduce_scatter(out, x, group=self.state.groups[axis], async_op=True), record)
+        return self._handle(out, _reduce_scatter(out, x, group=self.state.groups[axis], async_op=True), record)
 
     def broadcast(self, x: torch.Tensor, axis: str, source: int) -> torch.Tensor:
         """In place, from the rank whose place on `axis` is `source`."""
@@ -120,21 +145,21 @@ class Comm:
             return x
         record = self._record_tensor("broadcast", axis, x)
         dist.broadcast(x, self._peer(axis, source), group=self.state.groups[axis])
-        record.done = True
+        self._ended(record)
         return x
 
     def _peer(self, axis: str, place: int) -> int:
-        return self.state.grid.line(self.state.rank, axis)[place]
+        return self.state.grid.members(self.state.rank, axis)[place]
 
-    def send(self, x: torch.Tensor, stage: int) -> Handle:
-        """To another pipeline stage. The handle must be waited for; with gloo it ends when the other side has received."""
-        record = self._record_tensor("send", f"pp:{self.index('pp')}>{stage}", x)
-        return Handle(x, dist.isend(x, self._peer("pp", stage), group=self.state.groups["pp"]), record)
+    def send(self, x: torch.Tensor, rank: int) -> Handle:
+        """To another pipeline rank. The handle must be waited for; with gloo it ends when the other side has received."""
+        record = self._record_tensor("send", f"pp:{self.index('pp')}>{rank}", x)
+        return self._handle(x, dist.isend(x, self._peer("pp", rank), group=self.state.groups["pp"]), record)
 
-    def recv(self, buffer: torch.Tensor, stage: int) -> Handle:
-        """From another pipeline stage, into `buffer`."""
-        record = self._record_tensor("recv", f"pp:{stage}>{self.index('pp')}", buffer)
-        return Handle(buffer, dist.irecv(buffer, self._peer("pp", stage), group=self.state.groups["pp"]), record)
+    def recv(self, buffer: torch.Tensor, rank: int) -> Handle:
+        """From another pipeline rank, into `buffer`."""
+        record = self._record_tensor("recv", f"pp:{rank}>{self.index('pp')}", buffer)
+        return self._handle(buffer, dist.irecv(buffer, self._peer("pp", rank), group=self.state.groups["pp"]), record)
 
     # no-ops that say what a type check (megakit/verify) can't see
 
@@ -155,7 +180,7 @@ class Comm:
         record = self._record("gather_objects", "world", (), type(obj).__name__)
         out: list[Any] = [None] * self.size("world")
         dist.all_gather_object(out, obj)
-        record.done = True
+        self._ended(record)
         return out
 
     def broadcast_object(self, obj: T) -> T:
@@ -165,7 +190,7 @@ class Comm:
         record = self._record("broadcast_object", "world", (), type(obj).__name__)
         box = [obj]
         dist.broadcast_object_list(box, src=0)
-        record.done = True
+        self._ended(record)
         return box[0]
 
     def barrier(self) -> None:

@@ -19,6 +19,13 @@ if TYPE_CHECKING:
 AXES = ("dp", "pp", "cp", "tp")
 """Outermost first: neighbouring ranks differ in tp."""
 
+REPLICAS = ("dp_cp", "dp_shard", "dp_replicate")
+"""Groups of ranks that hold the same parameters, with the same pp and tp.
+
+dp_cp: all of them, in order of dp, then cp; a gradient is summed over it. It is cut into blocks of `zero_group` neighbours:
+dp_shard is the block, whose ranks ZeRO shards over; dp_replicate is one rank of each block, all of which hold the same shard.
+"""
+
 
 @dataclass(frozen=True)
 class Grid:
@@ -28,11 +35,15 @@ class Grid:
     pp: int = 1
     cp: int = 1
     tp: int = 1
+    zero_group: int | None = None
+    """Ranks of a dp_shard group; None: all of dp_cp."""
 
     def __post_init__(self) -> None:
         for axis in AXES:
             if getattr(self, axis) < 1:
                 raise Refused(f"parallel.{axis} = {getattr(self, axis)} must be at least 1")
+        if self.zero_group is not None and (self.zero_group < 1 or self.dp * self.cp % self.zero_group):
+            raise Refused(f"parallel.zero_group = {self.zero_group} does not divide dp x cp = {self.dp * self.cp}: use a divisor")
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -56,10 +67,41 @@ class Grid:
         """The rank at a place."""
         return ((dp * self.pp + pp) * self.cp + cp) * self.tp + tp
 
-    def line(self, rank: int, axis: str) -> list[int]:
-        """The ranks that differ from `rank` along `axis` only, in order: one process group."""
+    def size(self, group: str) -> int:
+        """Number of ranks in a group: an axis, one of REPLICAS, `embed` or `world`."""
+        replicas = self.dp * self.cp
+        shard = self.zero_group or replicas
+        derived = {
+            "dp_cp": replicas,
+            "dp_shard": shard,
+            "dp_replicate": replicas // shard,
+            "embed": min(self.pp, 2),
+            "world": self.world,
+        }
+        return derived[group] if group in derived else getattr(self, group)
+
+    def index(self, rank: int, group: str) -> int:
+        """Place of a rank in its group of that name."""
+        return self.members(rank, group).index(rank)
+
+    def members(self, rank: int, group: str) -> list[int]:
+        """The ranks of the group of that name that `rank` is in, in order.
+
+        `embed` is the first and last stage of a pipeline, which share tied embeddings; ranks between them are in none: [].
+        """
         place = self.coords(rank)
-        return [self.rank(**{**place, axis: i}) for i in range(getattr(self, axis))]
+        if group == "world":
+            return list(range(self.world))
+        if group == "embed":
+            stages = self.members(rank, "pp")
+            return sorted({stages[0], stages[-1]}) if rank in (stages[0], stages[-1]) else []
+        if group not in REPLICAS:
+            return [self.rank(**{**place, group: i}) for i in range(getattr(self, group))]
+        same = [self.rank(**{**place, "dp": d, "cp": c}) for d in range(self.dp) for c in range(self.cp)]
+        block, at = self.size("dp_shard"), same.index(rank)
+        if group == "dp_shard":
+            return same[at // block * block :][:block]
+        return same[at % block :: block] if group == "dp_replicate" else same
 
     def __str__(self) -> str:
         return " x ".join(f"{axis} {getattr(self, axis)}" for axis in AXES if axis != "cp" or self.cp > 1)
@@ -69,37 +111,35 @@ class ParallelState:
     """One rank's place on the grid and its process groups.
 
     Creating groups is collective: construct it on every rank at the same point, after `init_process_group`.
-    `groups` has one entry per axis, `world`, and on the first and last stage of a pipeline `embed`, the two of them, which
-    share tied embeddings. Every group has the same timeout: `new_group` would not inherit the world's.
+    `groups` has one entry per axis, `world`, those of REPLICAS, and on the first and last stage of a pipeline `embed`. Groups
+    of the same ranks are one process group. Every group has the same timeout: `new_group` would not inherit the world's.
     """
 
     def __init__(self, grid: Grid, device: torch.device, timeout: timedelta):
         import torch.distributed as dist
-        from torch.distributed.device_mesh import init_device_mesh
 
         if dist.get_world_size() != grid.world:
             raise Refused(f"the grid {grid} needs {grid.world} ranks, {dist.get_world_size()} are running")
         self.grid, self.device, self.rank = grid, device, dist.get_rank()
         self.coord = grid.coords(self.rank)
-        self.mesh = init_device_mesh(device.type, grid.shape, mesh_dim_names=AXES)
-        self.groups: dict[str, dist.ProcessGroup] = {axis: self.mesh.get_group(axis) for axis in AXES}
-        self.groups["world"] = dist.distributed_c10d._get_default_group()
-        self.groups["embed"] = self.groups["pp"]
-        if grid.pp > 2:
-            lines = sorted({tuple(grid.line(r, "pp")) for r in range(grid.world)})
-            embed, _ = dist.new_subgroups_by_enumeration([[ln[0], ln[-1]] for ln in lines], timeout=timeout)
-            del self.groups["embed"]
-            if embed is not None:
-                self.groups["embed"] = embed
-        for group in {id(g): g for g in self.groups.values()}.values():
-            dist.distributed_c10d._set_pg_timeout(timeout, group)
+        world = dist.distributed_c10d._get_default_group()
+        dist.distributed_c10d._set_pg_timeout(timeout, world)
+        made = {tuple(range(grid.world)): world}
+        self.groups: dict[str, dist.ProcessGroup] = {}
+        for name in ("world", *AXES, *REPLICAS, "embed"):
+            # a stage between the ends has no embed group: it makes one of itself, for torch names a group by the number
+            # of those that a rank has made, and its members must agree on the name
+            ranks = tuple(grid.members(self.rank, name)) or (self.rank,)
+            if ranks not in made or (name == "embed" and grid.pp > 2):
+                # only its members take part: a job of thousands of ranks doesn't wait for thousands of groups
+                made[ranks] = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+            if grid.members(self.rank, name):
+                self.groups[name] = made[ranks]
 
     def size(self, axis: str) -> int:
-        """Number of ranks in the group of `axis`."""
-        if axis == "world":
-            return self.grid.world
-        return min(self.grid.pp, 2) if axis == "embed" else getattr(self.grid, axis)
+        """Number of ranks in the group of that name."""
+        return self.grid.size(axis)
 
     def index(self, axis: str) -> int:
-        """This rank's place on `axis`."""
-        return self.coord[axis]
+        """This rank's place in the group of that name."""
+        return self.coord[axis] if axis in self.coord else self.grid.index(self.rank, axis)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -21,7 +22,12 @@ from megakit.parallel.comm import Comm, Handle
 
 
 class GradSink(Protocol):
-    """Takes gradient contributions of parameters: `write` adds one to the fp32 buffer of the parameter's shape."""
+    """Takes gradient contributions of parameters: `write` adds one to the buffer of the parameter's shape that it is given."""
+
+    @property
+    def deferring(self) -> bool:
+        """`write` will be called later: meanwhile it should hold shards, and gather them when it is called."""
+        ...
 
     def add(self, param: torch.Tensor, write: Callable[[torch.Tensor], object]) -> None: ...
 
@@ -35,9 +41,9 @@ class Region:
     """Activations between the tensor-parallel layers are sharded along the sequence."""
     sink: GradSink | None = None
 
-    def enter(self, x: torch.Tensor) -> torch.Tensor:
+    def enter(self, x: torch.Tensor) -> Handle:
         """varying (sequence parallel) or invariant -> replicate"""
-        return self.comm.all_gather(x, "tp").wait() if self.sequence_parallel else x
+        return self.comm.all_gather(x, "tp") if self.sequence_parallel else Handle(x)
 
     def enter_backward(self, g: torch.Tensor) -> Handle:
         """partial -> varying or invariant"""
@@ -49,7 +55,7 @@ class Region:
 
     def leave_backward(self, g: torch.Tensor) -> torch.Tensor:
         """varying or invariant -> replicate"""
-        return self.comm.all_gather(g, "tp").wait() if self.sequence_parallel else g
+        return self.enter(g).wait()
 
 
 class _Linear(torch.autograd.Function):
@@ -61,28 +67,49 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         # under recomputation the saved weight is another tensor than the parameter
         ctx.region, ctx.kind, ctx.weight, ctx.bias = region, kind, weight, bias
-        x = region.enter(x) if kind == "column" else x
+        x = region.enter(x).wait() if kind == "column" else x
         y = F.linear(x, weight, bias)
         return region.leave(region.comm.partial(y, "tp")) if kind == "row" else y
 
     @staticmethod
-    def backward(ctx, g):
-        (x, weight), region, kind = ctx.saved_tensors, ctx.region, ctx.kind
-        g = region.leave_backward(g) if kind == "row" else g
-        gathered = region.comm.all_gather(x, "tp") if kind == "column" and region.sequence_parallel else Handle(x)
+    def backward(ctx, g_out):
+        (x, weight), region, column = ctx.saved_tensors, ctx.region, ctx.kind == "column"
+        sink = region.sink
+        later = sink is not None and sink.deferring
+        g = g_out if column else region.leave_backward(g_out)
+        # the input is gathered while the input gradient is computed, which is reduced while the weight gradient is computed
+        gathered = region.enter(x) if column and not later else Handle(x)
         gx = g @ weight if ctx.needs_input_grad[0] else None
-        # travels while the weight gradient is computed
-        under_way = region.enter_backward(region.comm.partial(gx, "tp")) if kind == "column" and gx is not None else None
-        g2, x2 = g.reshape(-1, g.shape[-1]), gathered.wait().reshape(-1, x.shape[-1])
+        reduced = region.enter_backward(region.comm.partial(gx, "tp")) if column and gx is not None else None
         gw = gb = None
-        if region.sink is None:
-            gw = g2.t() @ x2
-            gb = g2.sum(0) if ctx.bias is not None else None
+        if sink is None:
+            gw = _rows(g).t() @ _rows(gathered.wait())
+            gb = _rows(g).sum(0) if ctx.bias is not None else None
         else:
-            region.sink.add(ctx.weight, lambda total: accumulate_outer(total, g2, x2))
+            if later:
+                sink.add(ctx.weight, partial(_gather_and_accumulate, g_out, x, region, column))
+            else:
+                sink.add(ctx.weight, partial(_accumulate, g=g, x=gathered.wait()))
             if ctx.bias is not None:
-                region.sink.add(ctx.bias, lambda total: total.add_(g2.sum(0, dtype=torch.float32)))
-        return under_way.wait() if under_way else gx, gw, gb, None, None
+                sink.add(ctx.bias, partial(_accumulate_sum, g=g_out))
+        return reduced.wait() if reduced else gx, gw, gb, None, None
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _accumulate(total: torch.Tensor, g: torch.Tensor, x: torch.Tensor) -> None:
+    accumulate_outer(total, _rows(g), _rows(x))
+
+
+def _accumulate_sum(total: torch.Tensor, g: torch.Tensor) -> None:
+    total.add_(_rows(g).sum(0, dtype=torch.float32))
+
+
+def _gather_and_accumulate(g: torch.Tensor, x: torch.Tensor, region: Region, column: bool, total: torch.Tensor) -> None:
+    """A weight gradient that was put off: only shards of its operands were held."""
+    _accumulate(total, g if column else region.leave_backward(g), region.enter(x).wait() if column else x)
 
 
 class _Embedding(torch.autograd.Function):
@@ -98,13 +125,18 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         local, mine = ctx.saved_tensors
-        # not g[mine]: sizes that depend on the data stop fake tensors and stall GPUs
-        g = (ctx.region.leave_backward(g) * mine.unsqueeze(-1)).flatten(0, 1)
-        rows = local.flatten()
         if ctx.region.sink is None:
-            return torch.zeros_like(ctx.weight).index_add_(0, rows, g), None, None
-        ctx.region.sink.add(ctx.weight, lambda total: total.index_add_(0, rows, g.float()))
+            total = torch.zeros_like(ctx.weight)
+            _scatter_rows(g, local, mine, ctx.region, total)
+            return total, None, None
+        ctx.region.sink.add(ctx.weight, partial(_scatter_rows, g, local, mine, ctx.region))
         return None, None, None
+
+
+def _scatter_rows(g: torch.Tensor, local: torch.Tensor, mine: torch.Tensor, region: Region, total: torch.Tensor) -> None:
+    # not g[mine]: sizes that depend on the data stop fake tensors and stall GPUs
+    g = region.leave_backward(g) * mine.unsqueeze(-1)
+    total.index_add_(0, local.flatten(), _rows(g).to(total.dtype))
 
 
 def column_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, region: Region) -> torch.Tensor:

@@ -1,14 +1,19 @@
-"""Flat parameter and gradient buffers: ZeRO 0 and 1, and the reduction of gradients over data parallel ranks.
+"""Flat parameter and gradient buffers: ZeRO 0, 1 and 2, and the reduction of gradients over the ranks that hold the same weights.
 
-Parameters are views of one flat buffer, ordered as the backward pass meets them and grouped into segments: same weight
-decay, same axes over which the gradient is still partial ("late"), same owner. A segment is cut into buckets, padded so
-that a bucket can be cut over dp.
+Parameters are views of one flat buffer, ordered as the backward pass meets them and grouped into segments: same chunk of the
+model, same weight decay, same axes over which the gradient is still partial ("late"), same owner. A segment is cut into
+buckets, padded so that a bucket can be cut over dp_shard.
 
-A bucket is reduced over dp as soon as each of its parameters has had all its contributions (uses x micro-batches). They
-are counted, so it doesn't matter who makes them and when, and the reduction overlaps the rest of the last backward pass.
-Late segments are summed over their axes at the end, on what is left of them after the reduction over dp.
+A bucket is reduced as soon as each of its parameters has had all its contributions (uses x micro-batches). They are counted,
+so it doesn't matter who makes them and when, and the reduction overlaps the rest of the last backward pass. Late segments
+are summed over their axes at the end, on what is left of them after that.
 
-  level 0: every rank has all masters and moments.   level 1: each dp rank has those of its cut of every bucket.
+  level 0: every rank has all masters and moments; gradients are all-reduced over dp_cp.
+  level 1: each rank of dp_shard has those of its cut of every bucket; gradients are reduce-scattered over dp_shard.
+  level 2: gradients are cut too: the whole gradient of a bucket lives from its first contribution to its reduce-scatter, once
+           per micro-batch (that is its price).
+
+Where dp_shard is not all of dp_cp (hybrid sharding), this rank's cut is all-reduced over dp_replicate.
 
 This file owns the buffers; the step itself is in optim/. With fp32 parameters the masters are the parameters themselves.
 """
@@ -16,32 +21,52 @@ This file owns the buffers; the step itself is in optim/. With fp32 parameters t
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from megakit.parallel.comm import Comm, Handle
-from megakit.parallel.random import name_seed
 from megakit.parallel.shard import ParamSpec
+from megakit.parallel.weights import Source
 
 ALIGN = 64
-"""Elements to which a dp cut of a bucket is aligned: 128 bytes in bf16."""
+"""Elements to which a cut of a bucket is aligned: 128 bytes in bf16."""
+
+IN_FLIGHT = 2
+"""Reduce-scatters of level 2 under way at once: each holds a whole bucket's gradient."""
 
 Boxes = dict[str, tuple[tuple[int, ...], list[tuple[tuple[int, ...], torch.Tensor]]]]
 """{name: (global shape, [(start, tensor)])}"""
 
 
-class Source(Protocol):
-    """Where initial weights come from."""
+class Part(NamedTuple):
+    """The elements of one parameter in a shard."""
 
-    def read(self, name: str, start: tuple[int, ...], size: tuple[int, ...]) -> torch.Tensor:
-        """That box of the named global tensor, fp32."""
-        ...
+    spec: ParamSpec
+    first: int
+    """Where they begin in the shard."""
+    lo: int
+    hi: int
+    """Their range in the parameter's flat local tensor."""
+
+
+@dataclass(eq=False)
+class Shard:
+    """This rank's flat part of a bucket: what the optimizer steps and a checkpoint holds."""
+
+    master: torch.Tensor
+    """fp32 [n]."""
+    parts: list[Part]
+    decay: bool
+    owned: bool
+    """This rank answers for it: over the world each element is owned once."""
+    grad: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    """fp32 [n]; after `finish()` the gradient of the sum of the global batch's loss."""
 
 
 @dataclass(eq=False)
@@ -50,32 +75,41 @@ class Bucket:
 
     lo: int
     hi: int
+    chunk: int
     decay: bool
     late: tuple[str, ...]
     owner: bool
     specs: list[ParamSpec] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
-    """Contributions so far, by parameter."""
+    """Contributions since the last reduction, by parameter."""
+    reductions: int = 0
+    """Since the gradients were cleared."""
+    whole: torch.Tensor | None = None
+    """Its gradient, of all dp_shard ranks' parts; at level 2 only while contributions come in."""
     reduction: Handle | None = None
+    """Under way."""
     mine: slice = field(default_factory=lambda: slice(0, 0))
-    """The part of the flat buffer whose masters and moments this rank has."""
+    """This rank's part in the flat buffer."""
     home: slice = field(default_factory=lambda: slice(0, 0))
     """Where that part lies in a buffer of this rank's parts only."""
+    gather: Handle | None = None
+    """Of new weights, under way."""
 
     @property
-    def elements(self) -> int:
-        """In this rank's part."""
-        return self.mine.stop - self.mine.start
+    def cut(self) -> slice:
+        """This rank's part in `whole`."""
+        return slice(self.mine.start - self.lo, self.mine.stop - self.lo)
 
 
-def _fill_buckets(specs: Iterable[ParamSpec], unit: int, bucket_size: int) -> tuple[list[Bucket], dict[str, int]]:
+def _fill_buckets(chunks: Sequence[dict[str, ParamSpec]], unit: int, bucket_size: int) -> tuple[list[Bucket], dict[str, int]]:
     """Place parameters -> buckets, and the offset of each parameter in the flat buffer."""
     segments: dict[tuple, list[ParamSpec]] = {}
-    for spec in specs:
-        segments.setdefault((spec.decay, spec.late, spec.owner), []).append(spec)
+    for chunk in reversed(range(len(chunks))):
+        for spec in list(chunks[chunk].values())[::-1]:
+            segments.setdefault((chunk, spec.decay, spec.late, spec.owner), []).append(spec)
     buckets: list[Bucket] = []
     offset, at = {}, 0
-    for key in sorted(segments, key=lambda k: (bool(k[1]), k)):  # late ones last
+    for key in sorted(segments, key=lambda k: (bool(k[2]), -k[0], k)):  # late ones last
         fresh = True
         for spec in segments[key]:
             if fresh or at - buckets[-1].lo >= bucket_size:
@@ -93,61 +127,99 @@ def _fill_buckets(specs: Iterable[ParamSpec], unit: int, bucket_size: int) -> tu
 
 
 class FlatBuffers:
-    """The parameters, gradients and fp32 masters of one rank's pipeline stage.
+    """The parameters, gradients and fp32 masters of one rank.
 
+    `chunks` are the parameters of its chunks of the model, by global name, each in the order of the forward pass.
     `parameters` by global name are views of `flat`; modules are built from them. Give it to `Region.sink`.
     """
 
+    deferring = False
+
     def __init__(
         self,
-        specs: dict[str, ParamSpec],
+        chunks: Sequence[dict[str, ParamSpec]],
         comm: Comm,
         *,
         level: int,
-        microbatches: int,
         dtype: torch.dtype,
         device: torch.device,
         bucket_size: int,
+        grad_dtype: torch.dtype = torch.float32,
     ):
-        dp = comm.size("dp")
-        self.comm, self.microbatches, self.dtype = comm, microbatches, dtype
-        self.level = level if dp > 1 else 0
-        cut = dp if self.level else 1
-        self.buckets, self._offset = _fill_buckets(list(specs.values())[::-1], dp * ALIGN, bucket_size)
+        ranks = comm.size("dp_shard")
+        self.comm, self.dtype = comm, dtype
+        self.level = level if ranks > 1 else 0
+        self.microbatches = 0
+        cut = ranks if self.level else 1
+        self.buckets, self._offset = _fill_buckets(chunks, comm.size("dp_cp") * ALIGN, bucket_size)
         size = self.buckets[-1].hi
         self.flat = torch.zeros(size, dtype=dtype, device=device)
-        self.grads = torch.zeros(size, dtype=torch.float32, device=device)
         home = 0
         for bucket in self.buckets:
             n = (bucket.hi - bucket.lo) // cut
-            lo = bucket.lo + (n * comm.index("dp") if self.level else 0)
+            lo = bucket.lo + (n * comm.index("dp_shard") if self.level else 0)
             bucket.mine, bucket.home = slice(lo, lo + n), slice(home, home + n)
             home += n
+        # level 2: this rank's parts only; else all of it
+        self.grads = torch.zeros(home if self.level == 2 else size, dtype=grad_dtype, device=device)
         self._masters = None if dtype == torch.float32 else torch.zeros(home, dtype=torch.float32, device=device)
+        self._replica = comm.index("dp_replicate" if self.level else "dp_cp")
+        self._flying: deque[Bucket] = deque()
         self.parameters: dict[str, nn.Parameter] = {}
-        self._place: dict[torch.Tensor, tuple[Bucket, ParamSpec, torch.Tensor]] = {}
+        self._place: dict[torch.Tensor, tuple[Bucket, ParamSpec, slice]] = {}
         for bucket in self.buckets:
+            if self.level < 2:
+                bucket.whole = self.grads[bucket.lo : bucket.hi]
             for spec in bucket.specs:
-                at = slice(self._offset[spec.name], self._offset[spec.name] + spec.shard.numel)
-                param = nn.Parameter(self.flat[at].view(spec.shard.local))
+                at = self._offset[spec.name]
+                # .data: a version counter of its own. Views share one, and a bucket of new weights that arrives during the
+                # forward pass would look to autograd like a change of weights that are used already
+                param = nn.Parameter(self.flat[at : at + spec.shard.numel].view(spec.shard.local).data)
                 param.register_post_accumulate_grad_hook(self._from_autograd)
                 self.parameters[spec.name] = param
-                self._place[param] = (bucket, spec, self.grads[at].view(spec.shard.local))
+                self._place[param] = (bucket, spec, slice(at - bucket.lo, at - bucket.lo + spec.shard.numel))
+        self._shards = {bucket: self._shard(bucket) for bucket in self.buckets}
+
+    @property
+    def shards(self) -> list[Shard]:
+        """What this rank's optimizer steps."""
+        return list(self._shards.values())
+
+    def _shard(self, bucket: Bucket) -> Shard:
+        master = self.flat[bucket.mine] if self._masters is None else self._masters[bucket.home]
+        return Shard(master, list(self._parts(bucket)), bucket.decay, bucket.owner and self._replica == 0)
+
+    def _parts(self, bucket: Bucket) -> Iterable[Part]:
+        for spec in bucket.specs:
+            offset = self._offset[spec.name]
+            lo, hi = max(offset, bucket.mine.start), min(offset + spec.shard.numel, bucket.mine.stop)
+            if lo < hi:
+                yield Part(spec, lo - bucket.mine.start, lo - offset, hi - offset)
 
     # gradients come in
 
+    def begin(self, microbatches: int) -> None:
+        """A step of that many micro-batches begins."""
+        self.microbatches = microbatches
+
     def add(self, param: torch.Tensor, write: Callable[[torch.Tensor], object]) -> None:
-        """One contribution to a parameter's gradient: `write` adds it to the fp32 buffer it is given."""
-        bucket, spec, total = self._place[param]
-        if bucket.reduction is not None:
+        """One contribution to a parameter's gradient: `write` adds it to the buffer it is given."""
+        bucket, spec, at = self._place[param]
+        each = 1 if self.level == 2 else self.microbatches  # contributions per use and reduction
+        if bucket.reductions * each >= self.microbatches:
             raise RuntimeError(
                 f"{spec.name}: a gradient arrived after its bucket had been reduced over dp;"
                 f" {spec.uses} per micro-batch and {self.microbatches} micro-batches were expected"
             )
+        if bucket.whole is None:
+            bucket.whole = torch.zeros(bucket.hi - bucket.lo, dtype=self.grads.dtype, device=self.grads.device)
         with torch.no_grad():
-            write(total)
+            write(bucket.whole[at].view(spec.shard.local))
         bucket.counts[spec.name] += 1
-        if all(bucket.counts[s.name] == s.uses * self.microbatches for s in bucket.specs):
+        if all(bucket.counts[s.name] >= s.uses * each for s in bucket.specs):
+            for s in bucket.specs:  # not cleared: with several passes under way one parameter may be ahead of another
+                bucket.counts[s.name] -= s.uses * each
+            bucket.reductions += 1
             self._reduce(bucket)
 
     def _from_autograd(self, param: torch.Tensor) -> None:
@@ -156,137 +228,122 @@ class FlatBuffers:
             self.add(param, partial(torch.Tensor.add_, other=grad))
 
     def _reduce(self, bucket: Bucket) -> None:
-        whole = self.grads[bucket.lo : bucket.hi]
-        if self.level:  # in place: this rank's part lies where a reduce-scatter would put it
-            bucket.reduction = self.comm.reduce_scatter(whole, "dp", out=self.grads[bucket.mine])
+        assert bucket.whole is not None
+        if self.level == 0:
+            bucket.reduction = self.comm.all_reduce(bucket.whole, "dp_cp")
+        elif self.level == 1:  # in place: this rank's part lies where a reduce-scatter would put it
+            bucket.reduction = self.comm.reduce_scatter(bucket.whole, "dp_shard", out=bucket.whole[bucket.cut])
         else:
-            bucket.reduction = self.comm.all_reduce(whole, "dp")
+            self._settle(bucket)
+            bucket.reduction = self.comm.reduce_scatter(bucket.whole, "dp_shard")
+            bucket.whole = None  # the handle holds it until it is done
+            self._flying.append(bucket)
+            while len(self._flying) > IN_FLIGHT:
+                self._settle(self._flying.popleft())
+
+    def _settle(self, bucket: Bucket) -> None:
+        """Wait for a reduction."""
+        if bucket.reduction is not None:
+            result = bucket.reduction.wait()
+            if self.level == 2:
+                self.grads[bucket.home] += result
+            bucket.reduction = None
 
     def finish(self) -> None:
-        """After the last backward pass: wait for the reductions, sum late segments. Then `grads[bucket.mine]` is whole."""
+        """After the last backward pass: wait for the reductions, then sum over dp_replicate and the late axes."""
+        each = 1 if self.level == 2 else self.microbatches
         for bucket in self.buckets:
-            if bucket.reduction is None:
-                got = {s.name: f"{bucket.counts[s.name]} of {s.uses * self.microbatches}" for s in bucket.specs}
+            if bucket.reductions * each != self.microbatches or any(bucket.counts.values()):
+                done = bucket.reductions * each
+                got = {s.name: f"{bucket.counts[s.name] + s.uses * done} of {s.uses * self.microbatches}" for s in bucket.specs}
                 raise RuntimeError(f"gradient contributions are missing: {got}")
-            bucket.reduction.wait()
+        self._flying.clear()
         for bucket in self.buckets:
+            self._settle(bucket)
+            shard = self._shards[bucket]
+            shard.grad = self.grads[bucket.home if self.level == 2 else bucket.mine]
+            if self.level:
+                bucket.reduction = self.comm.all_reduce(shard.grad, "dp_replicate")
+        for bucket in self.buckets:
+            shard = self._shards[bucket]
+            if bucket.reduction is not None:
+                bucket.reduction.wait()
+                bucket.reduction = None
             for axis in bucket.late:
-                self.comm.all_reduce(self.grads[bucket.mine], axis).wait()
+                self.comm.all_reduce(shard.grad, axis).wait()
+            shard.grad = shard.grad.float()
 
     def clear_grads(self) -> None:
         """Ready for the next step."""
         self.grads.zero_()
         for bucket in self.buckets:
             bucket.counts.clear()
-            bucket.reduction = None
+            bucket.reductions = 0
+            self._shards[bucket].grad = torch.empty(0)
 
     def gradient(self, name: str) -> torch.Tensor:
         """Where a parameter's gradient accumulates: a view of its shape."""
-        return self._place[self.parameters[name]][2]
+        bucket, spec, at = self._place[self.parameters[name]]
+        assert bucket.whole is not None, "at level 2 a whole gradient is there only while contributions come in"
+        return bucket.whole[at].view(spec.shard.local)
 
-    # for the optimizer
-
-    def master(self, bucket: Bucket) -> torch.Tensor:
-        """fp32 masters of this rank's part of a bucket, flat."""
-        return self.flat[bucket.mine] if self._masters is None else self._masters[bucket.home]
-
-    def square_sum(self) -> torch.Tensor:
-        """Of the gradients this rank answers for, fp64 []: summed over the world, every element counts once."""
-        total = torch.zeros((), dtype=torch.float64, device=self.grads.device)
-        if self.level == 0 and self.comm.index("dp"):
-            return total
-        for bucket in self.buckets:
-            if bucket.owner:
-                total += torch.linalg.vector_norm(self.grads[bucket.mine], dtype=torch.float64).square()
-        return total
+    # weights go out
 
     def publish(self) -> None:
-        """Masters -> parameters of all dp ranks."""
-        handles = []
-        for bucket in self.buckets:
+        """Masters -> parameters of all ranks. The gathers of level 1 and 2 are left under way: see `ready`."""
+        for bucket in reversed(self.buckets):  # in order of the next forward pass
+            self._arrived(bucket)
             if self._masters is not None:
                 self.flat[bucket.mine] = self._masters[bucket.home]
             if self.level:
-                handles.append(self.comm.all_gather(self.flat[bucket.mine], "dp", out=self.flat[bucket.lo : bucket.hi]))
-        for handle in handles:
-            handle.wait()
+                bucket.gather = self.comm.all_gather(self.flat[bucket.mine], "dp_shard", out=self.flat[bucket.lo : bucket.hi])
+
+    def ready(self, params: Iterable[torch.Tensor] | None = None) -> None:
+        """Wait until the new weights of these parameters are there; None: of all."""
+        for bucket in self.buckets if params is None else dict.fromkeys(self._place[p][0] for p in params):
+            self._arrived(bucket)
+
+    @staticmethod
+    def _arrived(bucket: Bucket) -> None:
+        if bucket.gather is not None:
+            bucket.gather.wait()
+            bucket.gather = None
+
+    def await_weights(self, module: nn.Module) -> None:
+        """Make each part of the module wait for its own new weights when it is used: the others still travel."""
+        for part in module.modules():
+            params = list(part.parameters(recurse=False))
+            if params:
+                part.register_forward_pre_hook(lambda _module, _args, params=params: self.ready(params))
 
     # initial weights and checkpoints
 
     @torch.no_grad()
     def initialize(self, source: Source) -> None:
         """Fill the masters from a source, and the parameters from the masters."""
-        for bucket in self.buckets:
-            master = self.master(bucket)
-            for spec, first, lo, hi in self._parts(bucket):
-                for piece in spec.shard.pieces(lo, hi):
-                    at = first + piece.offset
-                    values = source.read(spec.name, piece.start, piece.size)
-                    master[at : at + values.numel()] = values.flatten().to(master)
+        for shard in self.shards:
+            for part in shard.parts:
+                for piece in part.spec.shard.pieces(part.lo, part.hi):
+                    at = part.first + piece.offset
+                    values = source.read(part.spec.name, piece.start, piece.size)
+                    shard.master[at : at + values.numel()] = values.flatten().to(shard.master)
         self.publish()
 
-    def boxes(self, kind: str, shards: Callable[[Bucket], torch.Tensor], owned: bool) -> Boxes:
-        """A buffer of this rank's parts (`shards` gives a bucket's) as boxes named `kind.NAME`.
 
-        owned: only what this rank answers for, so that the world has each element once (to save); else all (to load).
-        """
-        out: Boxes = {}
-        for bucket in self.buckets:
-            if owned and (not bucket.owner or (self.level == 0 and self.comm.index("dp"))):
-                continue
-            shard = shards(bucket)
-            for spec, first, lo, hi in self._parts(bucket):
-                views = [
-                    (p.start, shard[first + p.offset : first + p.offset + math.prod(p.size)].view(p.size))
-                    for p in spec.shard.pieces(lo, hi)
-                ]
-                if views:
-                    out[f"{kind}.{spec.name}"] = (spec.shard.shape, views)
-        return out
+def boxes_of(kind: str, flat: dict[Shard, torch.Tensor], owned: bool) -> Boxes:
+    """Tensors laid out as the shards' masters, as boxes named `kind.NAME`.
 
-    def _parts(self, bucket: Bucket) -> Iterable[tuple[ParamSpec, int, int, int]]:
-        """For each parameter with elements in this rank's part: its first element there, and its flat range."""
-        for spec in bucket.specs:
-            offset = self._offset[spec.name]
-            lo = max(offset, bucket.mine.start)
-            hi = min(offset + spec.shard.numel, bucket.mine.stop)
-            if lo < hi:
-                yield spec, lo - bucket.mine.start, lo - offset, hi - offset
-
-
-class RandomSource:
-    """Initial values that are the same in every layout.
-
-    They are drawn per block of rows of the global tensor, each block from its own seed, so that a rank draws little more
-    than what it holds.
+    owned: only what this rank answers for, so that the world has each element once (to save); else all (to load).
     """
-
-    BLOCK = 1 << 18
-    """Elements of a block, about."""
-
-    def __init__(self, specs: dict[str, ParamSpec], seed: int):
-        self._specs, self._seed = specs, seed
-        self._last: tuple[tuple[str, int], torch.Tensor] | None = None
-
-    def read(self, name: str, start: tuple[int, ...], size: tuple[int, ...]) -> torch.Tensor:
-        spec = self._specs[name]
-        if isinstance(spec.init, str):
-            return torch.full(size, {"ones": 1.0, "zeros": 0.0}[spec.init])
-        rows, width = spec.shard.shape[0], math.prod(spec.shard.shape[1:])
-        per = max(1, self.BLOCK // width)
-        out = torch.empty(size)
-        at = start[0]
-        while at < start[0] + size[0]:
-            block = at // per
-            end = min((block + 1) * per, rows, start[0] + size[0])
-            drawn = self._block(name, block, min(per, rows - block * per), spec) * spec.init
-            columns = tuple(slice(s, s + n) for s, n in zip(start[1:], size[1:]))
-            out[at - start[0] : end - start[0]] = drawn[(slice(at - block * per, end - block * per), *columns)]
-            at = end
-        return out
-
-    def _block(self, name: str, block: int, rows: int, spec: ParamSpec) -> torch.Tensor:
-        if self._last is None or self._last[0] != (name, block):  # a matrix is read in pieces: keep the last block
-            generator = torch.Generator().manual_seed(name_seed(self._seed, name, block))
-            self._last = ((name, block), torch.randn((rows, *spec.shard.shape[1:]), generator=generator))
-        return self._last[1]
+    out: Boxes = {}
+    for shard, values in flat.items():
+        if owned and not shard.owned:
+            continue
+        for part in shard.parts:
+            views = [
+                (p.start, values[part.first + p.offset : part.first + p.offset + math.prod(p.size)].view(p.size))
+                for p in part.spec.shard.pieces(part.lo, part.hi)
+            ]
+            if views:
+                out[f"{kind}.{part.spec.name}"] = (part.spec.shard.shape, views)
+    return out

@@ -10,16 +10,19 @@ import torch
 
 from megakit.config.schema import Config
 from megakit.modeling.decoder import MicroBatch, Stage
-from megakit.modeling.layout import split_layers, stage_params
+from megakit.modeling.layout import model_placement, rank_stages, stage_params
 from megakit.optim.loss_scale import LossScale
 from megakit.optim.optimizer import Optimizer, StepResult
 from megakit.parallel.comm import Comm
+from megakit.parallel.deferred import DeferredGrads
 from megakit.parallel.grid import ParallelState
 from megakit.parallel.loss import IGNORE
-from megakit.parallel.pipeline import schedule
+from megakit.parallel.pipeline import generators, schedule
 from megakit.parallel.pipeline.executor import Executor
+from megakit.parallel.pipeline.schedule import Program
 from megakit.parallel.tensor import Region
-from megakit.parallel.zero import Boxes, FlatBuffers, RandomSource, Source
+from megakit.parallel.weights import RandomSource, Source
+from megakit.parallel.zero import Boxes, FlatBuffers
 
 PRECISION = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -29,33 +32,30 @@ class Engine:
 
     def __init__(self, cfg: Config, state: ParallelState, comm: Comm):
         self.cfg, self.state, self.comm = cfg, state, comm
-        dp, pp, tp = (state.size(axis) for axis in ("dp", "pp", "tp"))
-        train = cfg.train
-        self.microbatches = train.global_batch_size // (dp * train.micro_batch_size)
+        tp = state.size("tp")
         self.region = Region(comm, cfg.parallel.sequence_parallel and tp > 1)
-        layout = split_layers(cfg.model.num_layers, pp, cfg.parallel.layers_per_stage)[state.index("pp")]
-        self.specs = stage_params(cfg, layout, tp, state.index("tp"))
+        self.placement = model_placement(cfg)
+        layouts = rank_stages(cfg, state.index("pp"))
+        chunks = [stage_params(cfg, layout, tp, state.index("tp")) for layout in layouts]
+        self.specs = {name: spec for chunk in chunks for name, spec in chunk.items()}
         self.buffers = FlatBuffers(
-            self.specs,
+            chunks,
             comm,
             level=cfg.parallel.zero,
-            microbatches=self.microbatches,
-            dtype=PRECISION[train.precision],
+            dtype=PRECISION[cfg.train.precision],
             device=state.device,
             bucket_size=cfg.parallel.bucket_size,
         )
-        self.region.sink = self.buffers
-        self.stage = Stage(cfg, layout, self.buffers.parameters, self.region)
+        self.region.sink = self._deferred = DeferredGrads(self.buffers)
+        self.stages = [Stage(cfg, layout, self.buffers.parameters, self.region) for layout in layouts]
+        for stage in self.stages:
+            self.buffers.await_weights(stage)
         self.optimizer = Optimizer(self.buffers, comm, cfg.optim)
-        scaled = train.precision == "fp16"
-        self.loss_scale = LossScale(cfg.optim, train.micro_batch_size * train.seq_len) if scaled else None
-        table = schedule.SCHEDULES[cfg.parallel.schedule](pp, self.microbatches)
-        schedule.check(table, self.microbatches)
-        programs = schedule.lower(table)
-        schedule.check_transfers(programs)
-        self._program = programs[state.index("pp")]
+        scaled = cfg.train.precision == "fp16"
+        self.loss_scale = LossScale(cfg.optim, cfg.train.micro_batch_size * cfg.train.seq_len) if scaled else None
+        self._programs: dict[tuple[int, bool], Program] = {}
         # one rank of each data-parallel replica answers for its loss and tokens
-        self._counted = state.index("tp") == 0 and layout.last
+        self._counted = state.index("tp") == 0 and any(layout.last for layout in layouts)
 
     def initialize(self, source: Source | None = None) -> None:
         """Initial weights: from `source`, or random ones that don't depend on the grid."""
@@ -79,9 +79,8 @@ class Engine:
 
     def train_step(self, batches: list[MicroBatch], lr: float, votes: Sequence[float] = ()) -> StepResult:
         """One optimizer step on this replica's micro-batches of the global batch."""
-        scale = self.loss_scale
-        seed = scale.seed if scale else 1.0
-        losses = self._executor(self.cfg.train.micro_batch_size).run(self._program, batches, loss_scale=seed)
+        self.buffers.begin(len(batches))
+        losses = self._executor(self.cfg.train.micro_batch_size).run(self._program(len(batches)), batches)
         self.buffers.finish()
         result = self.optimizer.step(lr, *self._share(losses, batches), votes, seed)
         if scale:
@@ -105,7 +104,7 @@ class Engine:
             whole = self.comm.all_gather(outputs[0][at, 0].float(), "tp").wait()[:vocab]
         else:
             whole = torch.empty(vocab, device=self.state.device)
-        return self.comm.broadcast(whole, "pp", self.state.size("pp") - 1)
+        return self.comm.broadcast(whole, "pp", self.placement.place(self.placement.stages - 1)[0])
 
     def boxes(self, owned: bool) -> Boxes:
         """What a checkpoint holds of this rank; see `FlatBuffers.boxes`."""
@@ -123,19 +122,40 @@ class Engine:
             self.loss_scale.load(progress["loss_scale"])
         self.buffers.publish()
 
+    def settle(self) -> None:
+        """Wait for what is under way: call it before the process groups are taken down."""
+        self.buffers.ready()
+
+    def _program(self, microbatches: int, backward: bool = True) -> Program:
+        """This rank's row of the schedule; proven when it is first made."""
+        if (microbatches, backward) not in self._programs:
+            p = self.cfg.parallel
+            if backward:
+                table = generators.make(p.schedule, p.pp, microbatches, p.virtual_stages)
+            else:
+                table = generators.forward_only(self.placement, microbatches)
+            schedule.check(table, forward_only=not backward)
+            programs = schedule.lower(table)
+            schedule.check_transfers(programs)
+            self._programs[microbatches, backward] = programs[self.state.index("pp")]
+        return self._programs[microbatches, backward]
+
     def _executor(self, batch_size: int) -> Executor:
         cfg = self.cfg
         seq = cfg.train.seq_len // (self.state.size("tp") if self.region.sequence_parallel else 1)
         shape = (seq, batch_size, cfg.model.hidden_size)
-        return Executor(self.stage, self.comm, shape, PRECISION[cfg.train.precision], self.state.device)
+        dtype = PRECISION[cfg.train.precision]
+        return Executor(self.stages, self.comm, self.placement, shape, dtype, self.state.device, self._deferred)
 
     def _forward(self, batches: list[MicroBatch]) -> list[torch.Tensor]:
-        program = schedule.lower(schedule.forward_only(self.state.size("pp"), len(batches)))[self.state.index("pp")]
-        self.stage.eval()
+        for stage in self.stages:
+            stage.eval()
         try:
-            return self._executor(batches[0].tokens_SB.shape[1]).run(program, batches, backward=False)
+            executor = self._executor(batches[0].tokens_SB.shape[1])
+            return executor.run(self._program(len(batches), backward=False), batches, backward=False)
         finally:
-            self.stage.train()
+            for stage in self.stages:
+                stage.train()
 
     def _share(self, losses: list[torch.Tensor], batches: list[MicroBatch]) -> tuple[torch.Tensor, torch.Tensor]:
         zero = torch.zeros((), dtype=torch.float64, device=self.state.device)

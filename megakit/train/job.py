@@ -32,7 +32,7 @@ def run(cfg: Config, ranks: Ranks) -> int:
     try:
         p = cfg.parallel
         assert p.dp is not None, "resolve the config before"
-        state = ParallelState(Grid(dp=p.dp, pp=p.pp, cp=p.cp, tp=p.tp), device, timeout)
+        state = ParallelState(Grid(dp=p.dp, pp=p.pp, cp=p.cp, tp=p.tp, zero_group=p.zero_group), device, timeout)
         _run(cfg, ranks, state, Comm(state))
         ok = True
     finally:

@@ -90,11 +90,13 @@ class Trainer:
                 if asked.stop or asked.save or self._due(cfg.checkpoint.interval_steps) or step == self.total:
                     self._save()
                 if asked.stop and step < self.total:  # before any evaluation: the time until the job is killed may be short
+                    self.engine.settle()
                     raise AskedToStop(
                         f"at step {step} of {self.total}, as a signal asked: the checkpoint is saved, the same command goes on"
                     )
                 if self._due(cfg.train.eval_interval) or (cfg.train.eval_interval and step == self.total):
                     self._evaluate()
+        self.engine.settle()
 
     def _due(self, interval: int | None) -> bool:
         """This step ends an interval of so many steps; 0 and None: never."""

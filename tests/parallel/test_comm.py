@@ -57,12 +57,12 @@ def test_the_records_of_a_step_match_across_ranks(pools):
     for axis in ("tp", "dp", "world"):
         for rank in range(8):
             mine = [r for r in records[rank] if r[1] == axis]
-            peers = range(8) if axis == "world" else grid.line(rank, axis)
+            peers = grid.members(rank, axis)
             assert mine and all([r for r in records[p] if r[1] == axis] == mine for p in peers)
     for rank in range(8):
         for op, group, seq, shape, dtype, _ in records[rank]:
             if op == "send":
                 source, target = (int(s) for s in group.removeprefix("pp:").split(">"))
                 assert source == grid.coords(rank)["pp"]
-                peer = grid.line(rank, "pp")[target]
+                peer = grid.members(rank, "pp")[target]
                 assert ("recv", group, seq, shape, dtype, True) in records[peer]

@@ -16,16 +16,16 @@ def test_tp_is_innermost_and_dp_outermost():
     grid = Grid(dp=2, pp=3, cp=1, tp=4)
     assert grid.world == 24
     assert [grid.coords(r)["tp"] for r in range(5)] == [0, 1, 2, 3, 0]
-    assert grid.line(0, "tp") == [0, 1, 2, 3]
-    assert grid.line(0, "pp") == [0, 4, 8]
-    assert grid.line(0, "dp") == [0, 12]
+    assert grid.members(0, "tp") == [0, 1, 2, 3]
+    assert grid.members(0, "pp") == [0, 4, 8]
+    assert grid.members(0, "dp") == [0, 12]
     assert all(grid.rank(**grid.coords(r)) == r for r in range(24))
 
 
 def test_lines_of_an_axis_partition_the_world():
     grid = Grid(dp=2, pp=3, cp=2, tp=2)
     for axis in AXES:
-        lines = {tuple(grid.line(r, axis)) for r in range(grid.world)}
+        lines = {tuple(grid.members(r, axis)) for r in range(grid.world)}
         assert sorted(r for line in lines for r in line) == list(range(grid.world))
 
 
@@ -47,8 +47,8 @@ def groups(grid):
 def test_groups_of_a_running_job(pools):
     grid = Grid(pp=4, tp=2)
     for rank, (ranks, timeouts, sizes) in enumerate(pools(8).run(groups, grid)):
-        assert all(ranks[axis] == grid.line(rank, axis) for axis in AXES)
-        line = grid.line(rank, "pp")
+        assert all(ranks[axis] == grid.members(rank, axis) for axis in AXES)
+        line = grid.members(rank, "pp")
         assert ranks["world"] == list(range(8))
         assert {axis: sizes[axis] for axis in AXES} == {"dp": 1, "pp": 4, "cp": 1, "tp": 2}
         assert ranks.get("embed") == ([line[0], line[-1]] if rank in (line[0], line[-1]) else None)

@@ -20,7 +20,7 @@ _states: dict[Grid, ParallelState] = {}  # groups are made once per worker: maki
 
 def engine(cfg: Config) -> Engine:
     p = cfg.parallel
-    grid = Grid(dp=p.dp or 1, pp=p.pp, cp=p.cp, tp=p.tp)
+    grid = Grid(dp=p.dp or 1, pp=p.pp, cp=p.cp, tp=p.tp, zero_group=p.zero_group)
     if grid not in _states:
         _states[grid] = ParallelState(grid, torch.device("cpu"), timedelta(seconds=60))
     return Engine(cfg, _states[grid], Comm(_states[grid]))
@@ -54,6 +54,7 @@ def train(cfg: Config, steps: int = 5, first: int = 0) -> Result:
     e.initialize()
     before = _copy(e.boxes(owned=False))
     results = [e.train_step(micro_batches(e, i), cfg.optim.lr) for i in range(first, first + steps)]
+    e.settle()
     return Result(
         [(r.loss, r.grad_norm) for r in results],
         before,

@@ -1,27 +1,35 @@
 """Pipeline schedules as data: for each pipeline rank the list of its operations.
 
-`one_f_one_b` and `forward_only` make tables, `simulate` and `check` prove them, `lower` adds the sends and receives. The
-executor runs one row of a lowered table; the planner times the same table. No torch here.
+A rank holds one or more chunks of the model; a chunk on a rank is a stage. generators.py makes the tables; here they are
+simulated, proven and given their sends and receives. The executor runs one row of a lowered table; the planner times the
+same table, the report draws it. No torch here.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import heapq
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from megakit.errors import Refused
 
 
 class Op(NamedTuple):
-    """A computation of the stage of the row's rank."""
+    """A computation of one stage on one micro-batch."""
 
     kind: str
-    """F forward, B backward."""
+    """F forward, B backward, or B in two parts: I gradient of the input, W gradient of the weights."""
     microbatch: int
+    chunk: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.microbatch}" + (f"c{self.chunk}" if self.chunk else "")
 
 
 class Move(NamedTuple):
-    """One end of a transfer between neighbouring stages."""
+    """One end of a transfer between ranks."""
 
     kind: str
     """SEND or RECV."""
@@ -30,124 +38,222 @@ class Move(NamedTuple):
     microbatch: int
     stage: int
     peer: int
-    """Stage on the other end."""
+    """Pipeline rank on the other end."""
 
 
-Table = list[list[Op]]
 Program = list[Op | Move]
 
-
-def one_f_one_b(stages: int, microbatches: int) -> Table:
-    """1F1B (Narayanan et al. 2021, PipeDream-Flush): stage s holds at most `stages - s` forward passes."""
-    rows = []
-    for stage in range(stages):
-        warm = min(stages - stage - 1, microbatches)
-        row = [Op("F", i) for i in range(warm)]
-        for i in range(microbatches - warm):
-            row += [Op("F", warm + i), Op("B", i)]
-        rows.append(row + [Op("B", i) for i in range(microbatches - warm, microbatches)])
-    return rows
+COST = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+"""Time of an operation, in forward passes: a backward pass has twice the matrix products."""
 
 
-def forward_only(stages: int, microbatches: int) -> Table:
-    """For evaluation."""
-    return [[Op("F", i) for i in range(microbatches)] for _ in range(stages)]
+@dataclass(frozen=True)
+class Placement:
+    """Where the model's stages are: each pipeline rank has `chunks` of them."""
+
+    ranks: int
+    chunks: int = 1
+    v_shape: bool = False
+    """The second chunk's stages run from the last rank back to the first, so that rank 0 has the first and the last stage."""
+
+    @property
+    def stages(self) -> int:
+        return self.ranks * self.chunks
+
+    def stage(self, rank: int, chunk: int) -> int:
+        """The stage that is a rank's chunk, in order of the model's layers."""
+        return chunk * self.ranks + (self.ranks - 1 - rank if self.v_shape and chunk % 2 else rank)
+
+    def place(self, stage: int) -> tuple[int, int]:
+        """(rank, chunk) of a stage."""
+        chunk, rank = divmod(stage, self.ranks)
+        return (self.ranks - 1 - rank if self.v_shape and chunk % 2 else rank), chunk
 
 
-SCHEDULES = {"1f1b": one_f_one_b}
-COST = {"F": 1.0, "B": 2.0}
+@dataclass(frozen=True)
+class Schedule:
+    """The table."""
+
+    rows: tuple[tuple[Op, ...], ...]
+    """One per pipeline rank."""
+    microbatches: int
+    placement: Placement
+
+    def held(self) -> list[int]:
+        """For each rank, the largest number of forward passes whose activations it keeps at once.
+
+        A deferred weight gradient still needs its layer's inputs: they count until W.
+        """
+        out = []
+        for row in self.rows:
+            now = most = 0
+            for op in row:
+                now += {"F": 1, "I": 0}.get(op.kind, -1)
+                most = max(most, now)
+            out.append(most)
+        return out
 
 
-def _needs(op: Op, stage: int, stages: int) -> list[tuple[str, int, int]]:
-    """What must be done before: (kind, micro-batch, stage)."""
+class Done(NamedTuple):
+    """An operation as it ran in simulated time."""
+
+    start: float
+    end: float
+    rank: int
+    op: Op
+
+
+def provides(op: Op, stage: int) -> tuple[str, int, int]:
+    """What an operation provides: F the output, G the gradient of the input, W the gradient of the weights."""
+    return ("G" if op.kind in "BI" else op.kind, op.microbatch, stage)
+
+
+def needs(op: Op, stage: int, stages: int) -> list[tuple[str, int, int]]:
+    """What must be done before."""
+    i = op.microbatch
     if op.kind == "F":
-        return [("F", op.microbatch, stage - 1)] if stage else []
-    return [("F", op.microbatch, stage)] + ([("B", op.microbatch, stage + 1)] if stage < stages - 1 else [])
+        return [("F", i, stage - 1)] if stage else []
+    if op.kind == "W":
+        return [("G", i, stage)]
+    return [("F", i, stage)] + ([("G", i, stage + 1)] if stage < stages - 1 else [])
 
 
-def simulate(table: Table, cost: dict[str, float] = COST) -> list[tuple[float, float, int, Op]]:
-    """Run the table in simulated time -> [(start, end, stage, op)] in order of start. Raises Refused if it stops."""
-    stages = len(table)
-    done: dict[tuple[str, int, int], float] = {}
-    clock, at, order = [0.0] * stages, [0] * stages, []
-    for _ in range(sum(map(len, table))):
-        ready = []
-        for stage, row in enumerate(table):
-            if at[stage] < len(row):
-                ends = [done.get(need) for need in _needs(row[at[stage]], stage, stages)]
-                if None not in ends:
-                    ready.append((max([clock[stage], *(e for e in ends if e is not None)]), stage))
-        if not ready:
-            waiting = [
-                f"stage {s}: {row[a].kind}{row[a].microbatch}" for s, (row, a) in enumerate(zip(table, at)) if a < len(row)
-            ]
-            raise Refused(f"the pipeline schedule stops, waiting are {', '.join(waiting)}")
-        start, stage = min(ready)
-        op = table[stage][at[stage]]
-        at[stage] += 1
-        clock[stage] = start + cost[op.kind]
-        done[op.kind, op.microbatch, stage] = clock[stage]
-        order.append((start, clock[stage], stage, op))
-    return order
+def simulate(schedule: Schedule, cost: dict[str, float] = COST) -> list[Done]:
+    """Run the table in simulated time -> its operations in order of start. Raises Refused if it stops.
 
-
-def check(table: Table, microbatches: int, kinds: str = "FB") -> list[int]:
-    """Prove that every micro-batch passes every stage once in each of `kinds`, in a possible order.
-
-    Returns the largest number of forward passes each stage holds at once. Raises Refused naming the first violation.
+    An operation starts when the one before it in its row has ended and what it needs is there; transfers take no time.
     """
-    wanted = sorted((kind, i) for kind in kinds for i in range(microbatches))
-    held_most = []
-    for stage, row in enumerate(table):
-        have = sorted(row)
-        if have != wanted:
-            odd = sorted(set(map(tuple, have)) ^ set(wanted)) or [o for o in have if have.count(o) > 1]
-            raise Refused(
-                f"the pipeline schedule has {len(have)} operations on stage {stage}, {len(wanted)} are needed: see {odd[0]}"
-            )
-        held, most = 0, 0
+    finished: dict[tuple[str, int, int], float] = {}
+    waiting: dict[tuple[str, int, int], list[int]] = defaultdict(list)
+    at, clock = [0] * schedule.placement.ranks, [0.0] * schedule.placement.ranks
+    ready: list[tuple[float, int]] = []
+
+    def look(rank: int) -> None:
+        """Put the rank's next operation among the ready ones, or note what it waits for."""
+        if at[rank] == len(schedule.rows[rank]):
+            return
+        op = schedule.rows[rank][at[rank]]
+        start = clock[rank]
+        for need in needs(op, schedule.placement.stage(rank, op.chunk), schedule.placement.stages):
+            if need not in finished:
+                waiting[need].append(rank)
+                return
+            start = max(start, finished[need])
+        heapq.heappush(ready, (start, rank))
+
+    for rank in range(schedule.placement.ranks):
+        look(rank)
+    order = []
+    while ready:
+        start, rank = heapq.heappop(ready)
+        op = schedule.rows[rank][at[rank]]
+        at[rank] += 1
+        clock[rank] = start + cost[op.kind]
+        key = provides(op, schedule.placement.stage(rank, op.chunk))
+        finished[key] = clock[rank]
+        order.append(Done(start, clock[rank], rank, op))
+        for other in (rank, *waiting.pop(key, ())):
+            look(other)
+    if any(a < len(row) for a, row in zip(at, schedule.rows)):
+        stuck = [f"rank {r}: {row[a]}" for r, (row, a) in enumerate(zip(schedule.rows, at)) if a < len(row)]
+        raise Refused(f"the pipeline schedule stops, waiting are {', '.join(stuck)}")
+    return sorted(order, key=lambda d: (d.start, d.rank))
+
+
+def bubble(schedule: Schedule, cost: dict[str, float] = COST) -> float:
+    """Idle share of the ranks' time, 0 to 1."""
+    done = simulate(schedule, cost)
+    total = max(d.end for d in done) * schedule.placement.ranks
+    return 1.0 - sum(d.end - d.start for d in done) / total
+
+
+_COMPLETE = (["B", "F"], ["F", "I", "W"])
+
+
+def check(schedule: Schedule, forward_only: bool = False) -> None:
+    """Prove that every micro-batch passes every stage once each way, in an order that can run.
+
+    Raises Refused naming the first violation.
+    """
+    for rank, row in enumerate(schedule.rows):
+        kinds: dict[tuple[int, int], list[str]] = defaultdict(list)
         for op in row:
-            held += 1 if op.kind == "F" else -1
-            most = max(most, held)
-        held_most.append(most)
-    simulate(table)
-    return held_most
+            if not (0 <= op.microbatch < schedule.microbatches and 0 <= op.chunk < schedule.placement.chunks):
+                raise Refused(
+                    f"the pipeline schedule has {op} on rank {rank}: there are {schedule.microbatches} micro-batches and"
+                    f" {schedule.placement.chunks} chunks"
+                )
+            kinds[op.chunk, op.microbatch].append(op.kind)
+        for chunk in range(schedule.placement.chunks):
+            for i in range(schedule.microbatches):
+                have = sorted(kinds[chunk, i])
+                if have not in ([["F"]] if forward_only else _COMPLETE):
+                    raise Refused(
+                        f"the pipeline schedule has {' '.join(have) or 'nothing'} for micro-batch {i} of chunk {chunk} on rank"
+                        f" {rank}: {'F' if forward_only else 'F B or F I W'} is needed"
+                    )
+    simulate(schedule)
 
 
-def lower(table: Table) -> list[Program]:
-    """Add sends and receives.
+def lower(schedule: Schedule) -> list[Program]:
+    """Add sends and receives: each rank's row.
 
-    One total order of all stages' operations is made, by simulated completion; each transfer stands in it directly behind
+    One total order of all ranks' operations is made, by simulated completion; each transfer stands in it directly behind
     its producer, on both ends. As every row is cut out of one total order, no set of ranks can wait for one another in a
-    circle, even where a send blocks until it is received and one channel serves both directions.
+    circle, even where a send blocks until it is received and one channel serves both directions. A receive thus stands
+    before whatever its rank computes while the producer works: the transfer overlaps it.
     """
-    stages = len(table)
-    out: list[Program] = [[] for _ in table]
-    for _, _, stage, op in sorted(simulate(table), key=lambda t: (t[1], t[2])):
-        out[stage].append(op)
-        to = stage + 1 if op.kind == "F" else stage - 1
-        if 0 <= to < stages:
-            what, tensor = ("x", stage) if op.kind == "F" else ("g", to)
-            out[stage].append(Move("SEND", what, op.microbatch, tensor, to))
-            out[to].append(Move("RECV", what, op.microbatch, tensor, stage))
+    out: list[Program] = [[] for _ in schedule.rows]
+    for _, _, rank, op in sorted(simulate(schedule), key=lambda d: (d.end, d.rank)):
+        out[rank].append(op)
+        for move in _transfer(schedule, rank, op):
+            out[move.peer if move.kind == "RECV" else rank].append(
+                move if move.kind == "SEND" else move._replace(peer=rank)
+            )
     return out
 
 
+def _transfer(schedule: Schedule, rank: int, op: Op) -> Iterator[Move]:
+    """The two ends of what an operation's result needs, if its consumer is on another rank; `peer` is the consumer's."""
+    stage = schedule.placement.stage(rank, op.chunk)
+    to = {"F": stage + 1, "W": -1}.get(op.kind, stage - 1)
+    if 0 <= to < schedule.placement.stages and (peer := schedule.placement.place(to)[0]) != rank:
+        what, tensor = ("x", stage) if op.kind == "F" else ("g", to)
+        yield Move("SEND", what, op.microbatch, tensor, peer)
+        yield Move("RECV", what, op.microbatch, tensor, peer)
+
+
 def check_transfers(programs: list[Program]) -> None:
-    """Run the rows with sends that block until they are received: Refused where they would wait for ever."""
+    """Prove that sends match receives, and that the rows end even where a send blocks until it is received.
+
+    Raises Refused naming the first transfer whose two ends stand in another order, or the ranks that would wait for ever.
+    """
+    sent, received = defaultdict(list), defaultdict(list)
+    for rank, row in enumerate(programs):
+        for move in row:
+            if isinstance(move, Move):
+                pair = (rank, move.peer) if move.kind == "SEND" else (move.peer, rank)
+                (sent if move.kind == "SEND" else received)[pair].append((move.what, move.microbatch, move.stage))
+    for source, target in sorted({*sent, *received}):
+        ours, theirs = sent[source, target], received[source, target]
+        if ours != theirs:
+            at = next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs)))
+            names = [f"{t[at][0]} of micro-batch {t[at][1]}, stage {t[at][2]}" if at < len(t) else "nothing" for t in (ours, theirs)]
+            raise Refused(f"pipeline transfer {at} from rank {source} to rank {target}: {names[0]} is sent, {names[1]} is received")
     left = [deque(row) for row in programs]
     while any(left):
         moved = False
-        for stage, row in enumerate(left):
-            while row and isinstance(row[0], Op):
+        for rank, row in enumerate(left):
+            while row and (isinstance(row[0], Op) or _meet(row[0], left[row[0].peer], rank)):
+                if isinstance(row[0], Move):
+                    left[row[0].peer].popleft()
                 row.popleft()
                 moved = True
-            if row and isinstance(row[0], Move) and row[0].kind == "SEND":
-                send, other = row[0], left[row[0].peer]
-                if other and other[0] == Move("RECV", send.what, send.microbatch, send.stage, stage):
-                    row.popleft()
-                    other.popleft()
-                    moved = True
         if not moved:
-            at = ", ".join(f"stage {s} at {row[0]}" for s, row in enumerate(left) if row)
-            raise Refused(f"the pipeline's sends and receives wait for one another: {at}")
+            at_heads = ", ".join(f"rank {r} at {row[0]}" for r, row in enumerate(left) if row)
+            raise Refused(f"the pipeline's sends and receives wait for one another: {at_heads}")
+
+
+def _meet(send: Move, other: deque[Op | Move], rank: int) -> bool:
+    """The head of a row is a send and the head of its peer's row is the receive of it."""
+    return send.kind == "SEND" and bool(other) and other[0] == Move("RECV", send.what, send.microbatch, send.stage, rank)
