@@ -42,8 +42,8 @@ def balanced(m: ModelConfig, seq_len: int, stages: int) -> list[int]:
     """Layers of each stage such that the costliest stage costs least. Raises Refused where a stage would have none."""
     if m.num_layers < stages:
         raise Refused(
-            f"model.num_layers = {m.num_layers} is less than {stages} pipeline stages (parallel.pp x parallel.virtual_stages):"
-            f" use at most {m.num_layers}"
+            f"model.num_layers = {m.num_layers} is less than parallel.pp x parallel.virtual_stages = {stages}: use at most"
+            f" {m.num_layers} stages"
         )
     layer = layer_cost(m, seq_len)
     layers, cost = [1] * stages, [layer] * stages

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from megakit.config.schema import Config, ModelConfig
+from megakit.config.schema import Config
 from megakit.errors import Refused
 from megakit.modeling.balance import balanced, head_dim
 from megakit.parallel.pipeline import generators
@@ -54,8 +54,9 @@ def model_stages(cfg: Config) -> list[StageLayout]:
         low = layers // where.stages * where.stages
         near = f"{low} or {low + where.stages}" if low else str(where.stages)
         raise Refused(
-            f"model.num_layers = {layers} can't be cut evenly into parallel.pp x parallel.virtual_stages = {p.pp} x {p.virtual_stages}"
-            f" = {where.stages} stages: use {near} layers, or parallel.stage_balance=cost, or parallel.layers_per_stage"
+            f"model.num_layers = {layers} can't be cut evenly into parallel.pp x parallel.virtual_stages ="
+            f" {p.pp} x {p.virtual_stages} = {where.stages} stages: use {near} layers,"
+            " or parallel.stage_balance=cost, or parallel.layers_per_stage"
         )
     together = where.place(0)[0] == where.place(where.stages - 1)[0]
     return [replace(stage, ends_together=together) for stage in split_layers(layers, where.stages, given)]
@@ -76,16 +77,16 @@ def split_layers(num_layers: int, stages: int, given: list[int] | None = None) -
     if given is None:
         if num_layers < stages:
             raise Refused(
-                f"model.num_layers = {num_layers} is less than {stages} pipeline stages (parallel.pp x parallel.virtual_stages):"
-                f" use at most {num_layers}"
+                f"model.num_layers = {num_layers} is less than parallel.pp x parallel.virtual_stages = {stages}: use at most"
+                f" {num_layers} stages"
             )
         base, extra = divmod(num_layers, stages)
         middle = sorted(range(stages), key=lambda s: (min(s, stages - 1 - s) == 0, abs(2 * s - stages + 1), s))[:extra]
         given = [base + (s in middle) for s in range(stages)]
     if len(given) != stages:
         raise Refused(
-            f"parallel.layers_per_stage has {len(given)} entries, there are parallel.pp x parallel.virtual_stages = {stages}"
-            " stages: give one per stage, in order of the model"
+            f"parallel.layers_per_stage has {len(given)} entries, parallel.pp x parallel.virtual_stages = {stages}:"
+            " give one per stage, in order of the model"
         )
     if min(given) < 1 or sum(given) != num_layers:
         raise Refused(

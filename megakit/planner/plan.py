@@ -12,8 +12,10 @@ from dataclasses import dataclass
 
 from megakit.config import rules
 from megakit.config.schema import Config, ModelConfig
-from megakit.modeling.layout import StageLayout, context_length, parameter_count, split_layers, stage_params
+from megakit.modeling.layout import StageLayout, context_length, parameter_count, rank_stages, stage_params
 from megakit.parallel.grid import Grid
+from megakit.parallel.pipeline import generators, schedule
+from megakit.parallel.shard import ShardSpec
 
 GIB = 2**30
 
@@ -26,13 +28,15 @@ OPTIMIZER_BYTES = {"bf16": 12, "fp16": 12, "fp32": 8}
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One pipeline stage; parameters and bytes are of one of its ranks."""
+    """One pipeline rank's stages; parameters and bytes are of one rank of those that hold the same layers."""
 
     index: int
+    """On the pp axis."""
     ranks: list[tuple[int, int]]
     """First and last rank of each run of neighbours, in order."""
     layers: int
-    first_layer: int
+    layer_ranges: list[tuple[int, int]]
+    """First and last layer of each of its chunks, in order of the model."""
     embedding: bool
     head: bool
     """Has the output head and the loss."""
@@ -43,6 +47,8 @@ class StagePlan:
     weight_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
+    in_flight: int
+    """Forward passes of a chunk whose activations it keeps at once, at most."""
 
     @property
     def state_bytes(self) -> int:
@@ -63,8 +69,13 @@ class Plan:
     gpus_per_node: int | None
     cluster: str
     zero: int
+    zero_group: int
+    """Ranks that share one copy of what ZeRO shards."""
     sequence_parallel: bool
     schedule: str
+    virtual_stages: int
+    bubble: float
+    """Idle share of a step by the schedule's own table, 0 to 1; transfers and unequal stages not counted."""
     recompute: str
     precision: str
     model_parameters: int
@@ -98,8 +109,12 @@ def make_plan(cfg: Config, world: int | None = None) -> Plan:
     open_world = world is None and cfg.parallel.dp is None and rules.cluster_world(cfg) is None
     cfg = rules.resolve(cfg, asked)
     p, t = cfg.parallel, cfg.train
-    grid = Grid(p.dp or 1, p.pp, p.cp, p.tp)
-    stages = [stage_plan(cfg, grid, layout) for layout in split_layers(cfg.model.num_layers, p.pp, p.layers_per_stage)]
+    grid = Grid(p.dp or 1, p.pp, p.cp, p.tp, p.zero_group)
+    micro_batches = t.global_batch_size // (t.micro_batch_size * grid.dp)
+    table = generators.make(p.schedule, p.pp, micro_batches, p.virtual_stages)
+    schedule.check(table)
+    held = table.held()
+    stages = [stage_plan(cfg, grid, rank, held[rank]) for rank in range(p.pp)]
     steps = rules.total_steps(cfg)
     per_node = cfg.cluster.gpus_per_node
     return Plan(
@@ -110,14 +125,17 @@ def make_plan(cfg: Config, world: int | None = None) -> Plan:
         gpus_per_node=per_node,
         cluster=cfg.cluster.name,
         zero=p.zero,
+        zero_group=grid.size("dp_shard"),
         sequence_parallel=p.sequence_parallel,
         schedule=p.schedule,
+        virtual_stages=p.virtual_stages,
+        bubble=schedule.bubble(table),
         recompute=p.recompute,
         precision=t.precision,
         model_parameters=parameter_count(cfg),
         micro_batch_size=t.micro_batch_size,
         global_batch_size=t.global_batch_size,
-        micro_batches=t.global_batch_size // (t.micro_batch_size * grid.dp),
+        micro_batches=micro_batches,
         seq_len=t.seq_len,
         tokens_per_step=t.global_batch_size * t.seq_len,
         steps=steps,
@@ -131,31 +149,35 @@ def make_plan(cfg: Config, world: int | None = None) -> Plan:
     )
 
 
-def stage_plan(cfg: Config, grid: Grid, layout: StageLayout) -> StagePlan:
-    """What one rank of a stage holds; the same on every tensor parallel rank, whose shards are padded alike."""
-    held = [spec.shard for spec in stage_params(cfg, layout, grid.tp, 0).values()]
+def stage_plan(cfg: Config, grid: Grid, rank: int, in_flight: int) -> StagePlan:
+    """What one rank of those at a place on the pp axis holds; the same on every tp rank, whose shards are padded alike."""
+    layouts = rank_stages(cfg, rank)
+    held = _shards(cfg, layouts, grid.tp, 0)
     elements = sum(shard.numel for shard in held)
     padding = grid.tp * elements - sum(
-        math.prod(box.size)
-        for r in range(grid.tp)
-        for spec in stage_params(cfg, layout, grid.tp, r).values()
-        for box in spec.shard.boxes
+        math.prod(box.size) for r in range(grid.tp) for shard in _shards(cfg, layouts, grid.tp, r) for box in shard.boxes
     )
-    share = math.ceil(elements / grid.dp) if cfg.parallel.zero else elements
-    first = [grid.rank(dp=d, pp=layout.index) for d in range(grid.dp)]
+    share, zero = math.ceil(elements / grid.size("dp_shard")), cfg.parallel.zero
+    first = [grid.rank(dp=d, pp=rank) for d in range(grid.dp)]
     return StagePlan(
-        index=layout.index,
+        index=rank,
         ranks=_joined([(r, r + grid.cp * grid.tp - 1) for r in first]),
-        layers=len(layout.layers),
-        first_layer=layout.layers.start,
-        embedding=layout.first,
-        head=layout.last,
+        layers=sum(len(layout.layers) for layout in layouts),
+        layer_ranges=[(layout.layers.start, layout.layers.stop - 1) for layout in sorted(layouts, key=lambda x: x.index)],
+        embedding=any(layout.first for layout in layouts),
+        head=any(layout.last for layout in layouts),
         parameters=elements,
         padding=padding,
         weight_bytes=elements * WEIGHT_BYTES[cfg.train.precision],
-        gradient_bytes=elements * GRADIENT_BYTES,
-        optimizer_bytes=share * OPTIMIZER_BYTES[cfg.train.precision],
+        gradient_bytes=(share if zero >= 2 else elements) * GRADIENT_BYTES,
+        optimizer_bytes=(share if zero >= 1 else elements) * OPTIMIZER_BYTES[cfg.train.precision],
+        in_flight=in_flight,
     )
+
+
+def _shards(cfg: Config, layouts: list[StageLayout], tp: int, tp_rank: int) -> list[ShardSpec]:
+    params = {name: p for layout in layouts for name, p in stage_params(cfg, layout, tp, tp_rank).items()}
+    return [p.shard for p in params.values()]
 
 
 def to_json(plan: Plan) -> str:
@@ -175,12 +197,12 @@ def _joined(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _formula(cfg: Config, grid: Grid) -> str:
-    optimizer = OPTIMIZER_BYTES[cfg.train.precision]
-    sharded = f" / dp {grid.dp}" if cfg.parallel.zero else ""
+    optimizer, zero = OPTIMIZER_BYTES[cfg.train.precision], cfg.parallel.zero
+    divided = f" / {'dp' if cfg.parallel.zero_group is None else 'zero_group'} {grid.size('dp_shard')}"
+    states = "fp32 master and two moments" if optimizer == 12 else "two fp32 moments"
     return (
         f"per parameter: {WEIGHT_BYTES[cfg.train.precision]} B {cfg.train.precision} weight + {GRADIENT_BYTES} B fp32 gradient"
-        f" + {optimizer} B {'fp32 master and two moments' if optimizer == 12 else 'two fp32 moments'}{sharded}"
-        f" (ZeRO {cfg.parallel.zero})"
+        f"{divided if zero >= 2 else ''} + {optimizer} B {states}{divided if zero >= 1 else ''} (ZeRO {zero})"
     )
 
 

@@ -30,7 +30,11 @@ def _summary(plan: Plan) -> Table:
     where = f" on {plan.nodes} x {plan.gpus_per_node} {plan.cluster}" if plan.nodes else ""
     table.add_row("grid", f"{grid} = {plan.world} rank{'s' * (plan.world > 1)}{each}{where}")
     sequence = ", sequence parallel" if plan.sequence_parallel else ""
-    table.add_row("parallel", f"ZeRO {plan.zero}, schedule {plan.schedule}, recompute {plan.recompute}{sequence}")
+    group = f" in groups of {plan.zero_group}" if plan.zero and plan.zero_group < plan.grid["dp"] * plan.grid["cp"] else ""
+    table.add_row("parallel", f"ZeRO {plan.zero}{group}, recompute {plan.recompute}{sequence}")
+    if plan.grid["pp"] > 1:
+        chunks = f", {plan.virtual_stages} chunks per rank" if plan.virtual_stages > 1 else ""
+        table.add_row("pipeline", f"{plan.schedule}{chunks}, {plan.micro_batches:,} micro-batches, idle {plan.bubble:.1%}")
     table.add_row("model", f"{plan.model_parameters:,} parameters, {plan.precision}")
     table.add_row(
         "batch",
@@ -70,6 +74,6 @@ def ranks_text(runs: list[tuple[int, int]]) -> str:
 
 
 def _layers_text(stage: StagePlan) -> str:
-    last = stage.first_layer + stage.layers - 1
+    ranges = ", ".join(f"{lo}-{hi}" if hi > lo else str(lo) for lo, hi in stage.layer_ranges)
     ends = " +emb" * stage.embedding + " +head" * stage.head
-    return f"{stage.layers}: {stage.first_layer}-{last}{ends}"
+    return f"{stage.layers}: {ranges}{ends}"

@@ -79,14 +79,22 @@ class Engine:
 
     def train_step(self, batches: list[MicroBatch], lr: float, votes: Sequence[float] = ()) -> StepResult:
         """One optimizer step on this replica's micro-batches of the global batch."""
-        self.buffers.begin(len(batches))
-        losses = self._executor(self.cfg.train.micro_batch_size).run(self._program(len(batches)), batches)
-        self.buffers.finish()
+        scale = self.loss_scale
+        seed = scale.seed if scale else 1.0
+        losses = self.forward_backward(batches, seed)
         result = self.optimizer.step(lr, *self._share(losses, batches), votes, seed)
         if scale:
             result = replace(result, loss_scale=scale.scale)
             scale.update(result.skipped)
         return result
+
+    def forward_backward(self, batches: list[MicroBatch], loss_scale: float = 1.0) -> list[torch.Tensor]:
+        """The schedule of one step, gradients reduced -> the loss sums of the micro-batches; [] without the last stage."""
+        self.buffers.begin(len(batches))
+        executor = self._executor(self.cfg.train.micro_batch_size)
+        losses = executor.run(self._program(len(batches)), batches, loss_scale=loss_scale)
+        self.buffers.finish()
+        return losses
 
     @torch.no_grad()
     def evaluate(self, batches: list[MicroBatch]) -> tuple[float, int]:

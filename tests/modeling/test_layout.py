@@ -15,7 +15,7 @@ from tests.tiny import tiny
 @pytest.mark.parametrize(("layers", "stages"), list(itertools.product(range(1, 13), range(1, 5))))
 def test_the_stages_hold_each_layer_once_and_in_order_or_the_split_is_refused(layers, stages):
     if layers < stages:
-        with pytest.raises(Refused, match=rf"num_layers = {layers} is less than .* = {stages}: use parallel.pp <= {layers}$"):
+        with pytest.raises(Refused, match=rf"num_layers = {layers} is less than .* = {stages}: use at most {layers} stages$"):
             split_layers(layers, stages)
         return
     split = split_layers(layers, stages)
@@ -36,7 +36,7 @@ def test_the_remainder_goes_to_the_middle_stages_first(layers, stages, sizes):
 
 def test_a_given_split_is_followed_or_refused():
     assert [stage.layers for stage in split_layers(8, 4, [1, 2, 2, 3])] == [range(1), range(1, 3), range(3, 5), range(5, 8)]
-    with pytest.raises(Refused, match=r"has 2 entries, parallel.pp = 3"):
+    with pytest.raises(Refused, match=r"has 2 entries, parallel.pp x parallel.virtual_stages = 3"):
         split_layers(8, 3, [4, 4])
     for given in ([4, 3], [5, 4], [8, 0], [9, -1]):
         with pytest.raises(Refused, match=rf"= \[{given[0]}, {given[1]}\] adds up to {sum(given)}, model.num_layers = 8"):

@@ -33,11 +33,10 @@ def test_weight_decay_is_decoupled_and_spares_norms_and_biases(pools, family):
 def one_step(clip):
     e = engine(tiny(optim__clip_grad=clip))
     e.initialize()
-    e._executor(1).run(e._program, micro_batches(e, 0))
-    e.buffers.finish()
-    (bucket, *_) = e.buffers.buckets
+    e.forward_backward(micro_batches(e, 0))
+    (shard, *_) = e.buffers.shards
     result = e.optimizer.step(0.01, torch.zeros(()), torch.full((), 100.0))
-    return result.grad_norm, e.optimizer.exp_avg[bucket].norm().item()
+    return result.grad_norm, e.optimizer.exp_avg[shard].norm().item()
 
 
 def test_clipping_bounds_a_large_gradient_and_leaves_a_small_one(pools):
@@ -54,14 +53,13 @@ def poisoned(cfg, bad, where):
     e = engine(cfg)
     e.initialize()
     before = e.buffers.flat.clone()
-    e._executor(1).run(e._program, micro_batches(e, 0))
-    e.buffers.finish()
+    e.forward_backward(micro_batches(e, 0))
     loss = torch.zeros((), dtype=torch.float64)
     if e.state.rank == 1:
         if where == "loss":
             loss += bad
         else:
-            e.buffers.grads[e.buffers.buckets[0].mine][0] = bad
+            e.buffers.shards[0].grad[0] = bad
     first = e.optimizer.step(0.01, loss, torch.ones(()), votes=(1.0, float(e.state.rank)))
     kept, updates = torch.equal(e.buffers.flat, before), e.optimizer.updates
     second = e.train_step(micro_batches(e, 1), 0.01)

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from megakit.modeling.layout import split_layers, stage_params
-from megakit.parallel.zero import ALIGN, RandomSource
+from megakit.parallel.weights import RandomSource
+from megakit.parallel.zero import ALIGN
 from tests.tiny import tiny
 from tests.train.parity import engine, micro_batches
 
@@ -20,7 +21,7 @@ def late_gradient():
     """One contribution more than expected, after the bucket has been reduced."""
     e = engine(tiny())
     e.initialize()
-    e._executor(1).run(e._program, micro_batches(e, 0))
+    e.forward_backward(micro_batches(e, 0))
     name = "layers.0.mlp.up.weight"
     with pytest.raises(RuntimeError, match=f"{name}: a gradient arrived after its bucket"):
         e.buffers.add(e.buffers.parameters[name], lambda total: total.add_(1))
@@ -30,7 +31,8 @@ def missing_gradient():
     """A micro-batch less than the schedule promises."""
     e = engine(tiny())
     e.initialize()
-    e._executor(1).run(e._program[:-2], micro_batches(e, 0))
+    e.buffers.begin(8)
+    e._executor(1).run(e._program(8)[:-2], micro_batches(e, 0))
     with pytest.raises(RuntimeError, match=r"contributions are missing: .*7 of 8"):
         e.buffers.finish()
 
@@ -45,10 +47,9 @@ def reduced_before_the_end(bucket_size):
     e = engine(tiny(parallel__dp=2, parallel__zero=1, parallel__bucket_size=bucket_size))
     e.initialize()
     seen = []
-    first = e.stage.blocks[0].attention_norm
+    first = e.stages[0].blocks[0].attention_norm
     first.register_full_backward_hook(lambda *_: seen.append(sum(b.reduction is not None for b in e.buffers.buckets)))
-    e._executor(1).run(e._program, micro_batches(e, 0))
-    e.buffers.finish()
+    e.forward_backward(micro_batches(e, 0))
     return seen, len(e.buffers.buckets)
 
 
@@ -110,11 +111,13 @@ def weights_and_masters(dp, zero):
     start = e.buffers.flat.clone()
     for i in range(2):
         e.train_step(micro_batches(e, i), 0.01)
+    e.settle()
     b = e.buffers
-    return start, b.flat.clone(), [(b.master(k).clone(), b.flat[k.mine].clone()) for k in b.buckets]
+    parts = [(shard.master.clone(), b.flat[bucket.mine].clone()) for bucket, shard in zip(b.buckets, b.shards)]
+    return start, b.flat.clone(), parts
 
 
-@pytest.mark.parametrize(("dp", "zero"), [(1, 0), (2, 0), (2, 1)])
+@pytest.mark.parametrize(("dp", "zero"), [(1, 0), (2, 0), (2, 1), (2, 2)])
 def test_bf16_weights_are_the_rounded_masters_on_every_rank(pools, dp, zero):
     results = pools(dp).run(weights_and_masters, dp, zero)
     for start, weights, parts in results:
@@ -125,12 +128,13 @@ def test_bf16_weights_are_the_rounded_masters_on_every_rank(pools, dp, zero):
 def bf16_accumulation():
     """8 micro-batches whose gradient contributions are 1 + 7 * 2^-10: a bf16 sum would lose the small ones."""
     e = engine(tiny(train__precision="bf16"))
-    name = "final_norm.weight"
-    param = e.buffers.parameters[name]
+    param = e.buffers.parameters["final_norm.weight"]
+    e.buffers.begin(8)
     for i in range(8):
         param.grad = torch.full_like(param, 1.0 if i == 0 else 2.0**-10)
         e.buffers._from_autograd(param)
-    return e.buffers._place[param][2].double().unique().tolist()
+    bucket, _, at = e.buffers._place[param]
+    return bucket.whole[at].double().unique().tolist()
 
 
 def test_gradients_accumulate_in_fp32(pools):

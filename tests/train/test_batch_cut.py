@@ -7,6 +7,7 @@ import torch
 
 from megakit.modeling.decoder import MicroBatch
 from megakit.parallel.loss import IGNORE
+from megakit.parallel.zero import boxes_of
 from tests.tiny import tiny
 from tests.train.parity import assemble, engine
 
@@ -26,9 +27,8 @@ def first_step(cfg):
     per, size = 4 // e.state.size("dp"), cfg.train.micro_batch_size
     first = e.state.index("dp") * per
     batches = [MicroBatch(tokens[i : i + size].t(), labels[i : i + size].t(), i) for i in range(first, first + per, size)]
-    losses = e._executor(size).run(e._program, batches)
-    e.buffers.finish()
-    grads = e.buffers.boxes("grad", lambda b: e.buffers.grads[b.mine].clone(), owned=False)
+    losses = e.forward_backward(batches)
+    grads = boxes_of("grad", {s: s.grad.clone() for s in e.buffers.shards}, owned=False)
     result = e.optimizer.step(0.0, *e._share(losses, batches))
     return result.loss, {n: (s, [(at, t / result.tokens) for at, t in v]) for n, (s, v) in grads.items()}, result.tokens
 

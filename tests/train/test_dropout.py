@@ -62,7 +62,7 @@ def masks():
     e = engine(cfg)
     e.initialize()
     (b, *_) = micro_batches(e, 0)
-    return e.stage._embed(b.tokens_SB, e.stage.word, 1) == 0
+    return e.stages[0].embedding(b.tokens_SB, 1) == 0
 
 
 def test_masks_differ_where_activations_are_sharded(pools):
@@ -81,7 +81,7 @@ def seeds(sequence_parallel):
         mock.patch.object(attention, "seed_default_generator", lambda device, seed: inside.append(seed)),
     ):
         for b in micro_batches(e, 0)[:2]:
-            e.stage(None, b)
+            e.stages[0](None, b)
     return hidden, inside
 
 
@@ -122,7 +122,7 @@ def bytes_kept(recompute):
 
     (b,) = e.split(torch.zeros(1, 257, dtype=torch.int64), 0)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        e.stage(None, b)
+        e.stages[0](None, b)
     return sum(kept.values())
 
 

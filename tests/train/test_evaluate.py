@@ -25,7 +25,7 @@ def evaluated(cfg):
     e = engine(cfg)
     e.initialize()
     loss, samples = evaluate(e, build_streams(cfg)[1], cfg.train)
-    assert e.stage.training, "training goes on with dropout"
+    assert e.stages[0].training, "training goes on with dropout"
     return loss, samples, e.boxes(owned=False)
 
 

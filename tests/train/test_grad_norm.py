@@ -28,13 +28,11 @@ def curve(cfg, sequence_parallel=False):
 
 def share_of_norms(e: Engine) -> float:
     """Share of the squared gradient norm that replicated norm weights carry."""
-    e._executor(e.cfg.train.micro_batch_size).run(e._program, micro_batches(e, 0))
-    e.buffers.finish()
+    e.forward_backward(micro_batches(e, 0))
     squares = torch.zeros(2, dtype=torch.float64)
-    for bucket in e.buffers.buckets:
-        part = e.buffers.grads[bucket.mine].double().square().sum()
-        counted = bucket.owner and (e.buffers.level or e.state.index("dp") == 0)
-        squares += part * torch.tensor([not bucket.decay, True], dtype=torch.float64) * bool(counted)
+    for shard in e.buffers.shards:
+        part = shard.grad.double().square().sum()
+        squares += part * torch.tensor([not shard.decay, True], dtype=torch.float64) * shard.owned
     whole = Comm(e.state).all_reduce(squares, "world").wait()
     return (whole[0] / whole[1]).item()
 

@@ -120,7 +120,7 @@ def poison(steps):
 
             def finish_badly():
                 finish()
-                engine.buffers.grads[engine.buffers.buckets[0].mine][0] = math.nan
+                engine.buffers.shards[0].grad[0] = math.nan
                 engine.buffers.finish = finish
 
             engine.buffers.finish = finish_badly

@@ -13,6 +13,7 @@ from megakit.checkpoint.hf import HfSource
 from megakit.config.schema import Config
 from megakit.modeling.decoder import MicroBatch
 from megakit.parallel.loss import IGNORE
+from megakit.parallel.zero import boxes_of
 from megakit.train.generate import generate
 from tests.tiny import batch, tiny
 from tests.train.parity import assemble, engine, micro_batches
@@ -77,9 +78,8 @@ def ours(cfg: Config, path: str):
     tokens, _ = batch(cfg, 0)
     logits = [e._forward([MicroBatch(tokens[:1].t(), None, 0)]), e.logits(tokens[0], 20)]
     batches = micro_batches(e, 0)
-    losses = e._executor(cfg.train.micro_batch_size).run(e._program, batches)
-    e.buffers.finish()
-    grads = e.buffers.boxes("grad", lambda b: e.buffers.grads[b.mine].clone(), owned=False)
+    losses = e.forward_backward(batches)
+    grads = boxes_of("grad", {s: s.grad.clone() for s in e.buffers.shards}, owned=False)
     result = e.optimizer.step(0.0, *e._share(losses, batches))
     mean = {n: (s, [(at, t / result.tokens) for at, t in views]) for n, (s, views) in grads.items()}
     return logits[0], logits[1], result.loss, mean

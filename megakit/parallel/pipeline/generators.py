@@ -69,9 +69,7 @@ def interleaved_1f1b(ranks: int, microbatches: int, chunks: int) -> Schedule:
             f"parallel.schedule = interleaved_1f1b takes its micro-batches in blocks of parallel.pp = {ranks}, there are"
             f" {microbatches} per step: use {near} (train.global_batch_size / train.micro_batch_size / dp)"
         )
-    order = [
-        (block + i, chunk) for block in range(0, microbatches, ranks) for chunk in range(chunks) for i in range(ranks)
-    ]
+    order = [(block + i, chunk) for block in range(0, microbatches, ranks) for chunk in range(chunks) for i in range(ranks)]
     forward = [Op("F", i, chunk) for i, chunk in order]
     backward = [Op("B", i, chunks - 1 - chunk) for i, chunk in order]
     rows = (_paired(forward, backward, 2 * (ranks - r - 1) + (chunks - 1) * ranks) for r in range(ranks))

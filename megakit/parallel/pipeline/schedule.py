@@ -8,6 +8,7 @@ same table, the report draws it. No torch here.
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -207,9 +208,7 @@ def lower(schedule: Schedule) -> list[Program]:
     for _, _, rank, op in sorted(simulate(schedule), key=lambda d: (d.end, d.rank)):
         out[rank].append(op)
         for move in _transfer(schedule, rank, op):
-            out[move.peer if move.kind == "RECV" else rank].append(
-                move if move.kind == "SEND" else move._replace(peer=rank)
-            )
+            out[move.peer if move.kind == "RECV" else rank].append(move if move.kind == "SEND" else move._replace(peer=rank))
     return out
 
 
@@ -228,30 +227,36 @@ def check_transfers(programs: list[Program]) -> None:
 
     Raises Refused naming the first transfer whose two ends stand in another order, or the ranks that would wait for ever.
     """
-    sent, received = defaultdict(list), defaultdict(list)
+    sent: dict[tuple[int, int], list[Move]] = defaultdict(list)
+    received: dict[tuple[int, int], list[Move]] = defaultdict(list)
     for rank, row in enumerate(programs):
         for move in row:
             if isinstance(move, Move):
-                pair = (rank, move.peer) if move.kind == "SEND" else (move.peer, rank)
-                (sent if move.kind == "SEND" else received)[pair].append((move.what, move.microbatch, move.stage))
-    for source, target in sorted({*sent, *received}):
-        ours, theirs = sent[source, target], received[source, target]
-        if ours != theirs:
-            at = next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs)))
-            names = [f"{t[at][0]} of micro-batch {t[at][1]}, stage {t[at][2]}" if at < len(t) else "nothing" for t in (ours, theirs)]
-            raise Refused(f"pipeline transfer {at} from rank {source} to rank {target}: {names[0]} is sent, {names[1]} is received")
+                pair, side = ((rank, move.peer), sent) if move.kind == "SEND" else ((move.peer, rank), received)
+                side[pair].append(move._replace(kind="", peer=0))
+    for pair in sorted({*sent, *received}):
+        for at, (ours, theirs) in enumerate(itertools.zip_longest(sent[pair], received[pair])):
+            if ours != theirs:
+                raise Refused(
+                    f"pipeline transfer {at} from rank {pair[0]} to rank {pair[1]}: {_named(ours)} is sent, {_named(theirs)} is"
+                    " received"
+                )
     left = [deque(row) for row in programs]
     while any(left):
         moved = False
-        for rank, row in enumerate(left):
-            while row and (isinstance(row[0], Op) or _meet(row[0], left[row[0].peer], rank)):
-                if isinstance(row[0], Move):
-                    left[row[0].peer].popleft()
-                row.popleft()
+        for rank, queue in enumerate(left):
+            while queue and (isinstance(queue[0], Op) or _meet(queue[0], left[queue[0].peer], rank)):
+                if isinstance(queue[0], Move):
+                    left[queue[0].peer].popleft()
+                queue.popleft()
                 moved = True
         if not moved:
-            at_heads = ", ".join(f"rank {r} at {row[0]}" for r, row in enumerate(left) if row)
+            at_heads = ", ".join(f"rank {r} at {queue[0]}" for r, queue in enumerate(left) if queue)
             raise Refused(f"the pipeline's sends and receives wait for one another: {at_heads}")
+
+
+def _named(move: Move | None) -> str:
+    return "nothing" if move is None else f"{move.what} of micro-batch {move.microbatch}, stage {move.stage}"
 
 
 def _meet(send: Move, other: deque[Op | Move], rank: int) -> bool:
