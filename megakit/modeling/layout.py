@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from megakit.config.schema import Config
+from megakit.config.schema import Config, ModelConfig
 from megakit.errors import Refused
 from megakit.modeling.balance import balanced, head_dim
 from megakit.parallel.pipeline import generators

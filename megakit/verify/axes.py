@@ -19,6 +19,10 @@ class Axes:
         self._add("tp", grid.tp, 1)
         self._add("cp", grid.cp, grid.tp)
         self._add("dp", grid.dp, grid.pp * grid.cp * grid.tp)
+        self.groups["dp_cp"] = self.groups["dp"] + self.groups["cp"]
+        if grid.zero_group is not None:
+            raise NotImplementedError("types with parallel.zero_group")
+        self.groups["dp_shard"] = self.groups["dp_cp"]
         self.groups["world"] = tuple(self._names)
 
     def _add(self, name: str, size: int, stride: int) -> None:

@@ -77,7 +77,7 @@ class _Check:
                 gradient |= {"pp": V, "embed": P if tied else V}
             self.ledger.track(name, buffers.gradient(name), gradient)
         for bucket in buffers.buckets:
-            self.ledger.read(buffers.grads[bucket.mine])
+            self.ledger.read(buffers.grads[bucket.mine])  # at levels 0 and 1
 
     def run(self, rules: Mapping[type, Rule]) -> list[str]:
         engine = self.engine
@@ -100,15 +100,17 @@ class _Check:
     @contextmanager
     def _watched(self) -> Iterator[None]:
         """The engine's door, sink and stages tell this check what passes."""
-        engine, sink, stage = self.engine, self.engine.region.sink, self.engine.stage
+        engine, sink = self.engine, self.engine.region.sink
         assert sink is not None
         self.comm.ledger, engine.region.sink = self.ledger, _TypedSink(self, sink)
-        stage.forward = partial(self._forward, stage, stage.forward)  # type: ignore[method-assign]
+        for stage in engine.stages:
+            stage.forward = partial(self._forward, stage, stage.forward)  # type: ignore[method-assign]
         try:
             yield
         finally:
             self.comm.ledger, engine.region.sink = None, sink
-            del stage.forward
+            for stage in engine.stages:
+                del stage.forward
 
     def _forward(
         self, stage: Stage, forward: Callable[..., torch.Tensor], x: torch.Tensor | None, batch: MicroBatch
@@ -119,7 +121,7 @@ class _Check:
         for field in dataclasses.fields(batch):
             if isinstance(value := getattr(batch, field.name), torch.Tensor):
                 set_local_type(value, self.types(R, V))
-        place = f"stage {self.comm.index('pp')}"
+        place = f"stage {stage.layout.index}"
         try:
             with typed():
                 y = forward(x, batch)
@@ -132,7 +134,7 @@ class _Check:
     def _check_output(self, stage: Stage, have: Mapping[Any, Any]) -> None:
         """The next stage, or the sum of the loss, relies on it; there replicate and invariant are not the same."""
         loss = stage.head is not None
-        what = f"the {'loss' if loss else 'output'} of stage {self.comm.index('pp')}"
+        what = f"the {'loss' if loss else 'output'} of stage {stage.layout.index}"
         where = defined_at(type(stage).forward)
         wanted = self.types(I, P) if loss else self.types(self.sequence, V)
         if text := mismatch(have, wanted, self.axes):
@@ -150,6 +152,10 @@ class _TypedSink:
 
     def __init__(self, check: _Check, sink: GradSink):
         self.check, self.sink = check, sink
+
+    @property
+    def deferring(self) -> bool:
+        return self.sink.deferring
 
     def add(self, param: torch.Tensor, write: Callable[[torch.Tensor], object]) -> None:
         name = self.check.names[id(param)]
@@ -169,8 +175,8 @@ class _TypedSink:
 
 def _sharded_over_tp(engine: Engine) -> set[str]:
     """Parameters of which two tensor-parallel ranks hold different parts: by how they are cut, not by what is said of them."""
-    tp, layout = engine.state.size("tp"), engine.stage.layout
-    if tp == 1:
-        return set()
-    one, other = (stage_params(engine.cfg, layout, tp, i) for i in (0, 1))
-    return {name for name in one if one[name].shard.boxes != other[name].shard.boxes}
+    tp, out = engine.state.size("tp"), set()
+    for stage in engine.stages if tp > 1 else ():
+        one, other = (stage_params(engine.cfg, stage.layout, tp, i) for i in (0, 1))
+        out |= {name for name in one if one[name].shard.boxes != other[name].shard.boxes}
+    return out

@@ -45,7 +45,7 @@ def fake_rank(cfg: Config, rank: int, comm: Callable[[ParallelState], Comm] = Fa
     if dist.is_initialized():
         raise RuntimeError("a fake world needs a process of its own: a process group is already initialised in this one")
     p = cfg.parallel
-    grid = Grid(dp=p.dp or 1, pp=p.pp, cp=p.cp, tp=p.tp)
+    grid = Grid(dp=p.dp or 1, pp=p.pp, cp=p.cp, tp=p.tp, zero_group=p.zero_group)
     dist.init_process_group("fake", rank=rank, world_size=grid.world, store=FakeStore())
     try:
         with warnings.catch_warnings():
@@ -60,7 +60,7 @@ def fake_rank(cfg: Config, rank: int, comm: Callable[[ParallelState], Comm] = Fa
 def fake_batches(engine: Engine) -> list[MicroBatch]:
     """The micro-batches of one step of this rank."""
     cfg = engine.cfg
-    samples = engine.microbatches * cfg.train.micro_batch_size
+    samples = cfg.train.global_batch_size // engine.state.size("dp")
     return engine.split(torch.zeros(samples, cfg.train.seq_len + 1, dtype=torch.long), 0)
 
 

@@ -82,7 +82,7 @@ def poison_weight(steps, rank=0):
     """For these steps one rank's samples give a loss that is not finite."""
 
     def act(engine, step):
-        stage = engine.stage
+        (stage,) = engine.stages
         stage.poisoned = step in steps and engine.state.rank == rank
         if not hasattr(stage, "healthy"):
             stage.healthy = stage.forward

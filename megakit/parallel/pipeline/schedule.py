@@ -201,11 +201,17 @@ def lower(schedule: Schedule) -> list[Program]:
 
     One total order of all ranks' operations is made, by simulated completion; each transfer stands in it directly behind
     its producer, on both ends. As every row is cut out of one total order, no set of ranks can wait for one another in a
-    circle, even where a send blocks until it is received and one channel serves both directions. A receive thus stands
-    before whatever its rank computes while the producer works: the transfer overlaps it.
+    circle, even where a send blocks until it is received and one channel serves both directions. Of operations that end
+    together the producer's comes first: so a receive stands before what its rank computes while the producer works, and
+    the transfer overlaps the next computation.
     """
+
+    def order(done: Done) -> tuple[float, int]:
+        stage, op = schedule.placement.stage(done.rank, done.op.chunk), done.op
+        return done.end, stage if op.kind == "F" else 2 * schedule.placement.stages - stage
+
     out: list[Program] = [[] for _ in schedule.rows]
-    for _, _, rank, op in sorted(simulate(schedule), key=lambda d: (d.end, d.rank)):
+    for _, _, rank, op in sorted(simulate(schedule), key=order):
         out[rank].append(op)
         for move in _transfer(schedule, rank, op):
             out[move.peer if move.kind == "RECV" else rank].append(move if move.kind == "SEND" else move._replace(peer=rank))
