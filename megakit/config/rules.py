@@ -21,6 +21,8 @@ def check(cfg: Config) -> None:
     _check_model(cfg)
     _check_rope(cfg.model)
     _check_tensor_parallel(cfg)
+    _check_pipeline(cfg)
+    _check_zero(cfg)
     _check_world(cfg)
     _check_batch(cfg)
     _check_length(cfg)
@@ -66,6 +68,7 @@ def resolve(cfg: Config, world: int) -> Config:
         near = _near(world, ranks)
         raise Refused(f"{world} ranks can't be divided by {grid} = {ranks}: start {near} ranks, or change the grid")
     out = replace(cfg, {"parallel.dp": world // ranks})
+    _check_zero(out)
     _check_batch(out)
     return out
 
@@ -176,6 +179,37 @@ def _check_tensor_parallel(cfg: Config) -> None:
         raise Refused(
             f"parallel.tp = {p.tp} does not fit the nodes of cluster.gpus_per_node = {per_node}: valid tp {_listed(valid)},"
             " or set parallel.allow_tp_across_nodes=true"
+        )
+
+
+def _check_pipeline(cfg: Config) -> None:
+    """How many chunks and micro-batches a schedule takes is checked where it is made, in parallel.pipeline.generators."""
+    p = cfg.parallel
+    if p.pp == 1 and (p.schedule != "1f1b" or p.virtual_stages > 1):
+        name = "schedule" if p.schedule != "1f1b" else "virtual_stages"
+        raise Refused(
+            f"parallel.{name} = {getattr(p, name)} needs a pipeline, parallel.pp = 1: leave it out, or use parallel.pp > 1"
+        )
+    if p.stage_balance != "layers" and (p.pp == 1 or p.layers_per_stage is not None):
+        why = "parallel.pp = 1" if p.pp == 1 else f"parallel.layers_per_stage = {show(p.layers_per_stage)}"
+        raise Refused(f"parallel.stage_balance = {p.stage_balance} changes nothing with {why}: leave one of them out")
+
+
+def _check_zero(cfg: Config) -> None:
+    p = cfg.parallel
+    if p.zero_group is None:
+        return
+    if p.zero == 0:
+        raise Refused(
+            f"parallel.zero_group = {p.zero_group} changes nothing with parallel.zero = 0: leave it out, or use ZeRO 1 or more"
+        )
+    if p.zero_group == 1:
+        raise Refused("parallel.zero_group = 1 shards nothing: use parallel.zero=0, or a group of 2 or more")
+    if p.dp is not None and (p.dp * p.cp) % p.zero_group:
+        valid = _listed(_divisors(p.dp * p.cp)[1:])
+        raise Refused(
+            f"parallel.zero_group = {p.zero_group} does not divide parallel.dp x parallel.cp = {p.dp} x {p.cp} = {p.dp * p.cp}:"
+            f" valid groups {valid or 'none'}"
         )
 
 

@@ -30,8 +30,10 @@ def shrink(cfg: Config) -> Config:
     cfg = rules.resolve(cfg, rules.planned_world(cfg))
     grid = {axis: min(getattr(cfg.parallel, axis), 2) for axis in ("dp", "pp", "cp", "tp")}
     layers = _layers(cfg.model, cfg.parallel, grid["pp"])
+    group = cfg.parallel.zero_group
     changes = {
         **{f"parallel.{axis}": size for axis, size in grid.items()},
+        "parallel.zero_group": group and grid["dp"] * grid["cp"],
         **layers,
         **_model(cfg, grid["tp"]),
         **_train(cfg, grid),
@@ -45,7 +47,11 @@ def shrink(cfg: Config) -> Config:
 
 def _layers(model: ModelConfig, parallel: ParallelConfig, pp: int) -> dict[str, Any]:
     """Two layers per stage; uneven where the recipe is uneven, with the heavier end on the same side."""
-    given = parallel.layers_per_stage
+    given, chunks = parallel.layers_per_stage, parallel.virtual_stages
+    if chunks > 1:
+        uneven = given is not None and len(set(given)) > 1
+        sizes = [2, *[1] * (pp * chunks - 1)] if uneven else [1] * (pp * chunks)
+        return {"model.num_layers": sum(sizes), "parallel.layers_per_stage": given and sizes}
     if given is None or pp == 1 or len(set(given)) == 1:
         odd = pp > 1 and model.num_layers % parallel.pp > 0
         layers = min(model.num_layers, 2 * pp + odd)
@@ -87,7 +93,8 @@ def _train(cfg: Config, grid: dict[str, int]) -> dict[str, Any]:
     t, o, dp = cfg.train, cfg.optim, cfg.parallel.dp or 1
     full = t.global_batch_size // (t.micro_batch_size * dp)
     starved = full < cfg.parallel.pp
-    micro_batches = 1 if starved else min(full, MOST_MICRO_BATCHES)
+    # whole blocks of pp = 2, as an interleaved schedule takes them
+    micro_batches = 1 if starved else min(full, MOST_MICRO_BATCHES) // grid["pp"] * grid["pp"]
     micro_batch = min(t.micro_batch_size, 2)
     batch = micro_batches * micro_batch * grid["dp"]
     total = rules.total_steps(cfg)

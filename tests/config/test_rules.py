@@ -33,6 +33,17 @@ LLAMA3 = ["model.rope_scaling=llama3", *YARN[1:], "model.rope_low_freq_factor=1"
         (["cluster.gpus_per_node=8", "parallel.dp=4", "parallel.pp=4"],
          ["parallel.dp = 4", "16 ranks", "8 GPUs", "cluster.nodes=2"]),
         (["cluster.gpus_per_node=8", "parallel.pp=3"], ["pp 3", "8 GPUs", "cluster.nodes=3"]),
+        # the pipeline
+        (["parallel.schedule=zb_h1"], ["parallel.schedule = zb_h1", "parallel.pp = 1"]),
+        (["parallel.virtual_stages=2"], ["parallel.virtual_stages = 2", "parallel.pp = 1"]),
+        (["parallel.stage_balance=cost"], ["parallel.stage_balance = cost", "parallel.pp = 1"]),
+        (["parallel.pp=2", "parallel.layers_per_stage=[1,3]", "parallel.stage_balance=cost"],
+         ["parallel.stage_balance = cost", "parallel.layers_per_stage = [1, 3]"]),
+        # ZeRO
+        (["parallel.zero_group=2"], ["parallel.zero_group = 2", "parallel.zero = 0"]),
+        (["parallel.zero_group=1", "parallel.zero=1"], ["parallel.zero_group = 1", "parallel.zero=0"]),
+        (["parallel.zero_group=3", "parallel.zero=2", "parallel.dp=4"],
+         ["parallel.zero_group = 3", "4 x 1 = 4", "valid groups 2, 4"]),
         # CF5
         (["train.global_batch_size=10", "train.micro_batch_size=4", "parallel.dp=2"],
          ["train.global_batch_size = 10", "train.micro_batch_size = 4 x parallel.dp = 2 = 8", "8 or 16"]),
