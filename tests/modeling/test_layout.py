@@ -8,7 +8,8 @@ import math
 import pytest
 
 from megakit.errors import Refused
-from megakit.modeling.layout import parameter_count, split_layers, stage_params
+from megakit.modeling.balance import balanced, head_cost, layer_cost
+from megakit.modeling.layout import model_stages, parameter_count, rank_stages, split_layers, stage_params
 from tests.tiny import tiny
 
 
@@ -41,6 +42,51 @@ def test_a_given_split_is_followed_or_refused():
     for given in ([4, 3], [5, 4], [8, 0], [9, -1]):
         with pytest.raises(Refused, match=rf"= \[{given[0]}, {given[1]}\] adds up to {sum(given)}, model.num_layers = 8"):
             split_layers(8, 2, given)
+
+
+def test_virtual_stages_are_cut_evenly_or_as_given_or_by_cost():
+    def of(**keys):
+        return model_stages(tiny(**{"model__num_layers": 8, "parallel__pp": 2, **keys}))
+
+    chunks = {"parallel__schedule": "interleaved_1f1b", "parallel__virtual_stages": 2}
+    assert [list(s.layers) for s in of(**chunks)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    with pytest.raises(Refused, match=r"num_layers = 8 can't be cut evenly into .* = 2 x 3 = 6 stages: use 6 or 12 layers"):
+        of(**{**chunks, "parallel__virtual_stages": 3})
+    given = of(**{**chunks, "parallel__virtual_stages": 3}, parallel__layers_per_stage=[2, 2, 1, 1, 1, 1])
+    assert [len(s.layers) for s in given] == [2, 2, 1, 1, 1, 1]
+    v_shape = tiny(model__num_layers=8, parallel__pp=2, parallel__schedule="zb_v", parallel__virtual_stages=2)
+    assert [[s.index for s in rank_stages(v_shape, r)] for r in (0, 1)] == [[0, 3], [1, 2]]
+
+
+def test_stages_balanced_by_cost_give_the_loss_room():
+    """A vocabulary that costs as much as three layers takes about three from its stage."""
+    m = tiny(model__num_layers=16, model__hidden_size=1024, model__ffn_hidden_size=2816).model
+    m.vocab_size = 2 * m.vocab_size
+    while head_cost(m) < 3 * layer_cost(m, 2048):
+        m.vocab_size += 1000
+    layers = balanced(m, 2048, 4)
+    assert layers == [5, 5, 5, 1]
+    cost = [n * layer_cost(m, 2048) + head_cost(m) * (s == 3) for s, n in enumerate(layers)]
+    even = 4 * layer_cost(m, 2048) + head_cost(m)
+    assert max(cost) < 0.75 * even
+    m.vocab_size = 64  # and where the head costs nothing, the split is even
+    assert balanced(m, 2048, 4) == [4, 4, 4, 4]
+    with pytest.raises(Refused, match="num_layers = 16 is less than"):
+        balanced(m, 2048, 17)
+
+
+@pytest.mark.parametrize(("schedule", "together"), [("zb_v", True), ("interleaved_1f1b", False)])
+def test_tied_embeddings_are_one_parameter_where_the_first_and_the_last_stage_share_a_rank(schedule, together):
+    cfg = tiny("gpt2", parallel__pp=2, parallel__schedule=schedule, parallel__virtual_stages=2)
+    held = [
+        [(rank, spec.uses, spec.late, spec.owner) for name, spec in stage_params(cfg, stage, 1, 0).items() if "word" in name]
+        for rank in (0, 1)
+        for stage in rank_stages(cfg, rank)
+    ]
+    if together:
+        assert held == [[(0, 2, (), True)], [], [], []]
+    else:
+        assert held == [[(0, 1, ("embed",), True)], [], [], [(1, 1, ("embed",), False)]]
 
 
 GRIDS = [(tp, pp, sp) for tp, pp, sp in itertools.product((1, 2), (1, 2, 4), (False, True)) if tp > 1 or not sp]

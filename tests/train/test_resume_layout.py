@@ -25,7 +25,7 @@ def go_on(cfg, root, start, stop, save_at=None):
             for _, t in views:
                 t.fill_(7.0)  # what a load doesn't fill would show
         saved = store.load(Path(root) / f"step_{start:08d}", e.boxes(owned=False), e.comm)
-        e.loaded(saved["updates"])
+        e.loaded(saved)
     else:
         e.initialize()
     loaded, curve = _copy(e.boxes(owned=False)), []
@@ -41,7 +41,7 @@ def go_on(cfg, root, start, stop, save_at=None):
 
 def save(e, root, step):
     info = store.run_info(e.cfg, consumed_samples=step * e.cfg.train.global_batch_size)
-    store.save(Path(root), step, e.boxes(owned=True), {"updates": e.optimizer.updates}, info, e.comm, keep=0)
+    store.save(Path(root), step, e.boxes(owned=True), e.progress(), info, e.comm, keep=0)
 
 
 def run(pools, cfg, *args, **kwargs):
@@ -77,7 +77,7 @@ def copy_checkpoint(cfg, source, target):
     """Load on this grid and save again."""
     e = engine(cfg)
     saved = store.load(Path(source) / "step_00000005", e.boxes(owned=False), e.comm)
-    e.loaded(saved["updates"])
+    e.loaded(saved)
     save(e, target, 5)
 
 
@@ -111,13 +111,19 @@ def test_any_dp_to_any_other(pools, tmp_path):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_whole_grid_to_one_process_and_to_another_grid(pools, tmp_path, precision):
-    def cfg(tp, pp, dp, zero):
-        return tiny(parallel__tp=tp, parallel__pp=pp, parallel__dp=dp, parallel__zero=zero, train__precision=precision)
+    def cfg(tp, pp, dp, zero, **more):
+        keys = {"tp": tp, "pp": pp, "dp": dp, "zero": zero, **more}
+        return tiny(train__precision=precision, **{f"parallel__{k}": v for k, v in keys.items()})
 
     before, _ = run(pools, cfg(2, 2, 2, 1), tmp_path, 0, 5, save_at=3)
     _, original = run(pools, cfg(2, 2, 2, 1), tmp_path, 3, 3)
-    for layout in [(1, 1, 1, 0), (1, 4, 1, 0), (1, 1, 4, 1), (2, 2, 2, 0), (2, 2, 2, 1)]:
-        curve, loaded = run(pools, cfg(*layout), tmp_path, 3, 5)
+    more = {
+        (1, 4, 1, 0): {"schedule": "zb_h1"},
+        (1, 1, 4, 2): {"zero_group": 2},
+        (2, 2, 2, 2): {"schedule": "zb_v", "virtual_stages": 2},
+    }
+    for layout in [(1, 1, 1, 0), *more, (2, 2, 2, 1)]:
+        curve, loaded = run(pools, cfg(*layout, **more.get(layout, {})), tmp_path, 3, 5)
         assert equal(loaded, original)
         # bf16 rounds each partial sum, so that layouts differ; the state that was loaded may not
         assert worst(curve, before[3:]) < (1e-5 if precision == "fp32" else 5e-2)
