@@ -1,0 +1,125 @@
+"""The parity table: which features are held to one process, on which layouts. Tests run some cells, benchmarks/parity.py all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from megakit.config import rules
+from megakit.config.schema import Config
+from megakit.errors import Refused
+from megakit.planner.plan import make_plan
+from tests.tiny import tiny
+
+STEPS = 5
+TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A row."""
+
+    name: str
+    keys: dict[str, Any] = field(default_factory=dict)
+    family: str = "llama"
+    oracle: bool = True
+    """Plain torch in float64 is the reference; else the engine on one process, for what only the engine can do (masks)."""
+
+
+def _parallel(**keys: Any) -> dict[str, Any]:
+    return {f"parallel__{k}": v for k, v in keys.items()}
+
+
+EIGHT = {"model__num_layers": 8}
+ZBV = _parallel(schedule="zb_v", virtual_stages=2)
+
+FEATURES = [
+    Feature("Llama (GQA)"),
+    Feature("GPT-2 (tied, biases)", family="gpt2"),
+    Feature("Llama, tied", {"model__tie_embeddings": True}),
+    Feature("sequence parallel", _parallel(sequence_parallel=True)),
+    Feature("sequence parallel, GPT-2", _parallel(sequence_parallel=True), "gpt2"),
+    Feature("ZeRO 1", _parallel(zero=1)),
+    Feature("ZeRO 1, GPT-2", _parallel(zero=1), "gpt2"),
+    Feature("ZeRO 2", _parallel(zero=2)),
+    Feature("ZeRO 1, groups of 2", _parallel(zero=1, zero_group=2)),
+    Feature("ZeRO 2, groups of 2", _parallel(zero=2, zero_group=2)),
+    Feature("GPipe", _parallel(schedule="gpipe")),
+    Feature("interleaved 1F1B", {**EIGHT, **_parallel(schedule="interleaved_1f1b", virtual_stages=2)}),
+    Feature("interleaved 1F1B, GPT-2", {**EIGHT, **_parallel(schedule="interleaved_1f1b", virtual_stages=2)}, "gpt2"),
+    Feature("ZB-H1", _parallel(schedule="zb_h1")),
+    Feature("ZB-V", {**EIGHT, **ZBV}),
+    Feature("ZB-V, GPT-2", {**EIGHT, **ZBV}, "gpt2"),
+    Feature("ZB-V, ZeRO 2, SP", {**ZBV, **_parallel(zero=2, sequence_parallel=True)}),
+    Feature("stages by cost", _parallel(stage_balance="cost")),
+    Feature("recompute full", _parallel(recompute="full")),
+    Feature("recompute selective", _parallel(recompute="selective"), "gpt2"),
+    Feature("dropout", {"model__hidden_dropout": 0.1}, "gpt2", oracle=False),
+    Feature("label smoothing", {"train__label_smoothing": 0.1}),
+    Feature("micro-batches of 2", {"train__micro_batch_size": 2, "train__global_batch_size": 8}),
+]
+
+LAYOUTS: dict[str, dict[str, int]] = {
+    "1": {},
+    "dp2": {"dp": 2},
+    "tp2": {"tp": 2},
+    "pp2": {"pp": 2},
+    "dp2 tp2": {"dp": 2, "tp": 2},
+    "dp2 pp2": {"dp": 2, "pp": 2},
+    "pp2 tp2": {"pp": 2, "tp": 2},
+    "dp4": {"dp": 4},
+    "pp4": {"pp": 4},
+    "dp2 pp2 tp2": {"dp": 2, "pp": 2, "tp": 2},
+}
+"""Columns: sizes of the grid's axes."""
+
+
+COMMON = {"train__global_batch_size": 4, "optim__lr": 3e-3}
+"""A rate at which 5 steps of float32 stay near those of float64: differences grow with every step."""
+
+
+def config(feature: Feature, layout: str = "1") -> Config:
+    """The cell's configuration, valid or not."""
+    return tiny(feature.family, **{**COMMON, **_parallel(**LAYOUTS[layout]), **feature.keys})
+
+
+def reference_config(feature: Feature) -> Config:
+    """One process: the feature's keys without those of the grid."""
+    keys = {k: v for k, v in feature.keys.items() if not k.startswith("parallel__")}
+    return tiny(feature.family, **{**COMMON, **keys})
+
+
+def refused(cfg: Config) -> str | None:
+    """Why the combination is refused, or None."""
+    try:
+        rules.check(cfg)
+        make_plan(cfg)
+    except Refused as error:
+        return str(error)
+    return None
+
+
+def world(layout: str) -> int:
+    out = 1
+    for size in LAYOUTS[layout].values():
+        out *= size
+    return out
+
+
+def cells() -> Iterator[tuple[Feature, str]]:
+    """All that is not refused."""
+    for feature in FEATURES:
+        for layout in LAYOUTS:
+            if refused(config(feature, layout)) is None:
+                yield feature, layout
+
+
+def chosen() -> Iterator[tuple[Feature, str]]:
+    """Of each row the largest layout and one of the small ones: what the tests have time for."""
+    for at, feature in enumerate(FEATURES):
+        there = sorted((layout for f, layout in cells() if f is feature), key=world)
+        yield feature, there[-1]
+        small = [layout for layout in there[:-1] if 1 < world(layout) < 8]
+        if small:
+            yield feature, small[at % len(small)]

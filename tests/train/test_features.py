@@ -1,0 +1,44 @@
+"""Every feature trains like one process, on its largest layout and a small one; benchmarks/parity.py has all cells."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.train import oracle
+from tests.train.features import FEATURES, LAYOUTS, STEPS, TOLERANCE, cells, chosen, config, reference_config, refused, world
+from tests.train.parity import assemble, train, worst
+
+
+@pytest.fixture(scope="module")
+def reference(pools):
+    """The curve of one process, by feature."""
+    made = {}
+
+    def of(feature):
+        cfg = reference_config(feature)
+        key = repr(cfg)
+        if key not in made:
+            (result,) = pools(1).run(train, cfg, 0 if feature.oracle else STEPS)
+            start = {n.removeprefix("master."): t for n, t in assemble([result.before]).items() if n.startswith("master.")}
+            made[key] = oracle.train(cfg, start, STEPS)[0] if feature.oracle else result.curve
+        return made[key]
+
+    return of
+
+
+@pytest.mark.parametrize(("feature", "layout"), [pytest.param(f, lay, id=f"{f.name}-{lay}") for f, lay in chosen()])
+def test_feature_equals_one_process(pools, reference, feature, layout):
+    results = pools(world(layout)).run(train, config(feature, layout), STEPS)
+    assert all(r.curve == results[0].curve for r in results), "ranks disagree"
+    assert worst(results[0].curve, reference(feature)) < TOLERANCE
+    assemble([r.after for r in results])  # replicas equal to the bit
+
+
+def test_no_row_is_empty_and_what_is_blank_is_refused_with_a_cure():
+    there = {(f.name, layout) for f, layout in cells()}
+    for feature in FEATURES:
+        assert any(world(layout) > 1 for name, layout in there if name == feature.name), feature.name
+        for layout in LAYOUTS:
+            if (feature.name, layout) not in there:
+                reason = refused(config(feature, layout))
+                assert reason and "\n" not in reason and ":" in reason, (feature.name, layout, reason)
