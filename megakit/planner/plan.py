@@ -24,6 +24,15 @@ GRADIENT_BYTES = 4
 """Gradients are accumulated in fp32."""
 OPTIMIZER_BYTES = {"bf16": 12, "fp16": 12, "fp32": 8}
 """Two fp32 moments, and a fp32 master where the weights aren't fp32 themselves."""
+HARDWARE = (
+    "gpu_memory_gib",
+    "peak_bf16_tflops",
+    "peak_fp32_tflops",
+    "memory_bandwidth_tb_s",
+    "nvlink_gb_s",
+    "network_gb_s",
+)
+"""Keys of `cluster` that describe a GPU and its links."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +77,8 @@ class Plan:
     """Machines that the world fills; None where the recipe doesn't say how many GPUs a node has."""
     gpus_per_node: int | None
     cluster: str
+    hardware: dict[str, float | None]
+    """The cluster's GPUs and network, as the recipe gives them; None where it doesn't."""
     zero: int
     zero_group: int
     """Ranks that share one copy of what ZeRO shards."""
@@ -124,6 +135,7 @@ def make_plan(cfg: Config, world: int | None = None) -> Plan:
         nodes=None if per_node is None else math.ceil(grid.world / per_node),
         gpus_per_node=per_node,
         cluster=cfg.cluster.name,
+        hardware={name: getattr(cfg.cluster, name) for name in HARDWARE},
         zero=p.zero,
         zero_group=grid.size("dp_shard"),
         sequence_parallel=p.sequence_parallel,
