@@ -281,12 +281,6 @@ class FlatBuffers:
             bucket.reductions = 0
             self._shards[bucket].grad = torch.empty(0)
 
-    def gradient(self, name: str) -> torch.Tensor:
-        """Where a parameter's gradient accumulates: a view of its shape."""
-        bucket, spec, at = self._place[self.parameters[name]]
-        assert bucket.whole is not None, "at level 2 a whole gradient is there only while contributions come in"
-        return bucket.whole[at].view(spec.shard.local)
-
     # weights go out
 
     def publish(self) -> None:

@@ -6,7 +6,7 @@ partial, that of the second is whole), varying (each rank has its own part) or p
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +67,8 @@ class TypedComm(FakeComm):
         super().__init__(state)
         self.axes = axes
         self.ledger: Ledger | None = None
+        self.close: Callable[[], None] = lambda: None
+        """Called when the optimizer begins."""
 
     def partial(self, x: torch.Tensor, axis: str) -> torch.Tensor:
         return self._declare(x, axis, V, P)
@@ -86,7 +88,7 @@ class TypedComm(FakeComm):
 
     def all_reduce(self, x: torch.Tensor, axis: str, op: str = "sum") -> Handle:
         if axis == "world" and self.ledger:
-            self.ledger.close()
+            self.close()
         before = get_local_type(x)
         with spmd.no_typecheck():
             handle = super().all_reduce(x, axis, op)
@@ -118,8 +120,10 @@ class TypedComm(FakeComm):
     def _follow(self, op: str, axis: str, x: torch.Tensor, out: torch.Tensor, before: LocalSpmdType) -> None:
         if self.size(axis) == 1:
             return
+        if op == "all_gather" and self.ledger:
+            self.ledger.gathered(axis, out)
         if self.ledger and self.ledger.holds(x):
-            self.ledger.collective(op, axis, x, out, call_site())
+            self.ledger.collective(op, axis, x, out, self.index(axis) if op == "reduce_scatter" else 0, call_site())
         elif spmd.is_type_checking():
             self._check_gradient_path(op, axis, x)
             set_local_type(out, self._result(op, axis, before))

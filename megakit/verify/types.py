@@ -9,8 +9,7 @@ buffers from the last contribution to the optimizer. What it proves and what it 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -24,11 +23,10 @@ from megakit.config.schema import Config
 from megakit.modeling.decoder import MicroBatch, Stage
 from megakit.modeling.layout import stage_params
 from megakit.parallel.grid import ParallelState
-from megakit.parallel.tensor import GradSink
 from megakit.train.engine import Engine
 from megakit.verify.axes import Axes
 from megakit.verify.functions import TypeFault, dual, instrumented, mismatch
-from megakit.verify.ledger import Ledger
+from megakit.verify.ledger import Ledger, Sums
 from megakit.verify.places import defined_at, raise_site
 from megakit.verify.rules import RULES, TRUSTED, Rule
 from megakit.verify.typed_comm import TypedComm, typed
@@ -58,6 +56,7 @@ class _Check:
         self.sequence = V if engine.region.sequence_parallel else I
         self.names = {id(p): name for name, p in engine.buffers.parameters.items()}
         self.ledger = Ledger(self.axes)
+        self.gradients: dict[str, dict[Any, Any]] = {}
         self._type_parameters()
 
     def types(self, tp: Any, dp: Any) -> dict[Any, Any]:
@@ -65,52 +64,52 @@ class _Check:
         return {axis: tp if axis in self.axes.of("tp") else dp for axis in self.axes.mesh}
 
     def _type_parameters(self) -> None:
-        buffers = self.engine.buffers
-        sharded = _sharded_over_tp(self.engine)
+        """The type of each parameter, and of its gradient before any reduction."""
+        engine = self.engine
+        sharded = _sharded_over_tp(engine)
         # replicated parameters see the activations of this rank only, under sequence parallelism its part of the sequence
         alike = R if self.sequence is V else I
-        for name, param in buffers.parameters.items():
+        for name, param in engine.buffers.parameters.items():
             set_local_type(param, self.types(V if name in sharded else alike, R))
             gradient = dual(get_local_type(param))
-            if self.engine.state.size("pp") > 1:
-                tied = self.engine.cfg.model.tie_embeddings and name == "embedding.word.weight"
+            if engine.state.size("pp") > 1:
+                ends = {stage.layout.first for stage in engine.stages} | {stage.layout.last for stage in engine.stages}
+                tied = engine.cfg.model.tie_embeddings and name == "embedding.word.weight" and True in ends
                 gradient |= {"pp": V, "embed": P if tied else V}
-            self.ledger.track(name, buffers.gradient(name), gradient)
-        for bucket in buffers.buckets:
-            self.ledger.read(buffers.grads[bucket.mine])  # at levels 0 and 1
+            self.gradients[name] = gradient
+            self.ledger.weight(name, param)
 
     def run(self, rules: Mapping[type, Rule]) -> list[str]:
         engine = self.engine
         batches = fake_batches(engine)
+        self._watch()
         fault: list[str] = []
         try:
             with (
-                self._watched(),
                 instrumented(rules, TRUSTED, self.axes, self.names),
                 spmd.set_current_mesh({self.axes.name(a): a for a in self.axes.mesh}),
                 type_mode(),
                 spmd.no_typecheck(),
+                Sums(self.ledger),
             ):
                 engine.train_step(batches, engine.cfg.optim.lr)
-                self.ledger.close()
+            self.ledger.end()
         except TypeFault as e:
             fault = [str(e)]
         return fault + self.ledger.errors
 
-    @contextmanager
-    def _watched(self) -> Iterator[None]:
-        """The engine's door, sink and stages tell this check what passes."""
-        engine, sink = self.engine, self.engine.region.sink
-        assert sink is not None
-        self.comm.ledger, engine.region.sink = self.ledger, _TypedSink(self, sink)
-        for stage in engine.stages:
+    def _watch(self) -> None:
+        """The engine's door, buffers and stages tell this check what passes. It is of no other use afterwards."""
+        buffers = self.engine.buffers
+        self.comm.ledger, self.comm.close = self.ledger, self._optimizer_begins
+        buffers.add = partial(self._contribution, buffers.add)  # type: ignore[method-assign]
+        for stage in self.engine.stages:
             stage.forward = partial(self._forward, stage, stage.forward)  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            self.comm.ledger, engine.region.sink = None, sink
-            for stage in engine.stages:
-                del stage.forward
+
+    def _optimizer_begins(self) -> None:
+        buffers = self.engine.buffers
+        if not self.ledger.closed:
+            self.ledger.close((shard.grad for shard in buffers.shards), "dp_shard" if buffers.level else None)
 
     def _forward(
         self, stage: Stage, forward: Callable[..., torch.Tensor], x: torch.Tensor | None, batch: MicroBatch
@@ -146,31 +145,36 @@ class _Check:
                     f"{what} is replicate over {name}, should be invariant: its backward counts it {n} times ({where})"
                 )
 
+    def _contribution(self, add: Callable[..., None], param: torch.Tensor, write: Callable[[torch.Tensor], object]) -> None:
+        """One contribution to a gradient: its type must be dual to the parameter's."""
+        name = self.names[id(param)]
+        if not _from_autograd(write):
+            self._check_contribution(name, param, write)
 
-class _TypedSink:
-    """Looks at each contribution to a gradient before it passes it on: its type must be dual to the parameter's."""
+        def noted(total: torch.Tensor) -> object:
+            self.ledger.contribution(name, total, self.gradients[name])
+            return write(total)
 
-    def __init__(self, check: _Check, sink: GradSink):
-        self.check, self.sink = check, sink
+        with spmd.no_typecheck():
+            add(param, noted)
 
-    @property
-    def deferring(self) -> bool:
-        return self.sink.deferring
-
-    def add(self, param: torch.Tensor, write: Callable[[torch.Tensor], object]) -> None:
-        name = self.check.names[id(param)]
+    def _check_contribution(self, name: str, param: torch.Tensor, write: Callable[[torch.Tensor], object]) -> None:
         total = torch.zeros(param.shape)
         try:
-            with typed():
-                set_local_type(total, self.check.types(R, R))
+            with typed(), torch.no_grad():
+                set_local_type(total, self.types(R, R))
                 write(total)
         except SpmdTypeError as e:
-            line = self.check.axes.translate(str(e).splitlines()[0])
+            line = self.axes.translate(str(e).splitlines()[0])
             raise TypeFault(f"gradient of {name}: {line} ({raise_site(e.__traceback__)})") from e
-        if text := mismatch(get_local_type(total), dual(get_local_type(param)), self.check.axes):
+        if text := mismatch(get_local_type(total), dual(get_local_type(param)), self.axes):
             raise TypeFault(f"gradient of {name}: a contribution {text} ({defined_at(write)})")
-        with spmd.no_typecheck():
-            self.sink.add(param, write)
+
+
+def _from_autograd(write: Callable) -> bool:
+    """It adds what autograd has accumulated, which has no type, and needs none: torch's own operators give duals."""
+    grad = write.keywords.get("other") if isinstance(write, partial) else None
+    return isinstance(grad, torch.Tensor) and not get_local_type(grad)
 
 
 def _sharded_over_tp(engine: Engine) -> set[str]:

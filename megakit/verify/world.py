@@ -65,8 +65,9 @@ def fake_batches(engine: Engine) -> list[MicroBatch]:
 
 
 def with_few_microbatches(cfg: Config) -> Config:
-    """The same step with no more micro-batches than show all there is to see: each is treated like the second."""
+    """The same step with no more micro-batches than show all there is to see: later ones are treated like these."""
     out = copy.deepcopy(cfg)
-    per = out.train.micro_batch_size * (out.parallel.dp or 1)
-    out.train.global_batch_size = min(out.train.global_batch_size, 2 * per)
+    chunked = cfg.parallel.virtual_stages > 1  # such schedules go round in blocks of pp
+    few = (2 * cfg.parallel.pp if chunked else 2) * out.train.micro_batch_size * (out.parallel.dp or 1)
+    out.train.global_batch_size = min(out.train.global_batch_size, few)
     return out

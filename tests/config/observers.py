@@ -23,7 +23,7 @@ import torch.distributed as dist
 from megakit.config.schema import Config
 from megakit.errors import Stop
 from megakit.launch.env import Ranks
-from megakit.modeling.layout import split_layers, stage_params
+from megakit.modeling.layout import model_stages, stage_params
 from megakit.planner.plan import make_plan
 from tests.pool import Pool
 
@@ -48,10 +48,8 @@ def plan(cfg: Config, place: Place) -> Any:
 
 
 def specs(cfg: Config, place: Place) -> Any:
-    """The parameters of each stage and tensor-parallel rank."""
-    p = cfg.parallel
-    stages = split_layers(cfg.model.num_layers, p.pp, p.layers_per_stage)
-    return [stage_params(cfg, stage, p.tp, rank) for stage in stages for rank in range(p.tp)]
+    """The parameters of each stage on its first rank."""
+    return [stage_params(cfg, stage, cfg.parallel.tp, 0) for stage in model_stages(cfg)]
 
 
 # one rank that really trains
@@ -177,9 +175,10 @@ def step(cfg: Config, place: Place) -> Any:
     p, out = cfg.parallel, []
     for stage in range(p.pp):
         with fake_rank(cfg, stage * p.cp * p.tp) as engine:
-            engine.train_step(fake_batches(engine), 1e-3)
+            batches = fake_batches(engine)
+            engine.train_step(batches, 1e-3)
             buckets = [[s.name for s in bucket.specs] for bucket in engine.buffers.buckets]
-            out.append((engine.microbatches, buckets, [str(r) for r in engine.comm.records]))
+            out.append((len(batches), buckets, [str(r) for r in engine.comm.records]))
     return out
 
 
@@ -194,7 +193,7 @@ def kept(cfg: Config, place: Place) -> Any:
         return x
 
     with fake_rank(cfg, 0) as engine, torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        engine.stage(None, fake_batches(engine)[0])
+        engine.stages[0](None, fake_batches(engine)[0])
     return sum(sizes)
 
 

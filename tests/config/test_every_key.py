@@ -65,6 +65,13 @@ ROPE = {"model.rope_scaling": 'llama3', "model.rope_factor": 8, "model.rope_orig
 YARN = {"model.rope_scaling": 'yarn', "model.rope_factor": 4, "model.rope_original_max_position_embeddings": 4096,
         "model.rotary_base": 100, "model.max_position_embeddings": 65536}  # fmt: skip
 GRID = {"parallel.dp": 1}
+CHUNKS = {
+    **GRID,
+    "parallel.pp": 2,
+    "parallel.schedule": "interleaved_1f1b",
+    "parallel.virtual_stages": 2,
+    "model.num_layers": 8,
+}
 FILES = {"data.mock": False, "data.path": ["{a}"]}
 TEXT = {"data.mock": False, "data.path": ["{told}"], "data.tokenizer": "{tokenizer}", "model.vocab_size": 400}
 SPEAKS = {**RUN, **TEXT, "train.generate_tokens": 3, "train.generate_prompt": "the"}
@@ -105,8 +112,10 @@ PROOFS: dict[str, Changes | Refuses | Permits] = {
     "parallel.dp": Changes(2, see.step, GRID),
     "parallel.zero": Changes(1, see.step, {"parallel.dp": 2}),
     "parallel.sequence_parallel": Changes(True, see.step, {**GRID, "parallel.tp": 2}),
-    "parallel.schedule": Refuses("gpipe", "not built yet"),
-    "parallel.virtual_stages": Refuses(2, "not built yet"),
+    "parallel.zero_group": Changes(2, see.step, {"parallel.dp": 4, "parallel.zero": 1, "train.micro_batch_size": 1}),
+    "parallel.schedule": Changes("gpipe", see.step, {**GRID, "parallel.pp": 2}),
+    "parallel.virtual_stages": Changes(4, see.step, CHUNKS),
+    "parallel.stage_balance": Changes("cost", see.specs, {"parallel.pp": 2, "model.num_layers": 8, "model.vocab_size": 1000}),
     "parallel.layers_per_stage": Changes([1, 3], see.specs, {"parallel.pp": 2, "model.num_layers": 4}),
     "parallel.recompute": Changes("full", see.kept, GRID),
     "parallel.bucket_size": Changes(10000, see.step, {"parallel.dp": 2}),

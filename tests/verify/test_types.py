@@ -18,6 +18,7 @@ from megakit.parallel.comm import Handle
 from megakit.parallel.zero import FlatBuffers
 from megakit.train import engine
 from megakit.verify.rules import RULES
+from megakit.verify.typed_comm import TypedComm
 from megakit.verify.types import typecheck
 from tests.tiny import tiny
 
@@ -44,6 +45,13 @@ LAYOUTS = {
     "dp": {"dp": 2},
     "dp zero 1": {"dp": 2, "zero": 1},
     "tp pp dp": {"tp": 2, "pp": 2, "dp": 2},
+    "dp zero 2": {"dp": 2, "zero": 2},
+    "hybrid": {"dp": 4, "zero": 1, "zero_group": 2},
+    "hybrid zero 2, sp": {**SP, "dp": 4, "zero": 2, "zero_group": 2},
+    "gpipe": {"pp": 2, "schedule": "gpipe"},
+    "interleaved": {"pp": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2, "model__num_layers": 4},
+    "zb_h1, sp": {**SP, "pp": 2, "schedule": "zb_h1"},
+    "zb_v, sp, zero 2": {**SP, "pp": 2, "dp": 2, "zero": 2, "schedule": "zb_v", "virtual_stages": 2, "model__num_layers": 4},
     "all sp zero 1": {**SP, "pp": 3, "dp": 2, "zero": 1},
     "recompute": {**SP, "recompute": "full"},
     "recompute the core": {**SP, "recompute": "selective"},
@@ -173,8 +181,42 @@ def dp_reduction(times):
     return plant
 
 
+def zero_2_reduction(times):
+    """As the others, for gradients that live only until they are reduced."""
+
+    def plant(patch):
+        original = FlatBuffers._reduce
+
+        def faulty(self, bucket):
+            if times:
+                self.comm.all_reduce(bucket.whole, "dp_shard")
+                return original(self, bucket)
+            self.grads[bucket.home] += bucket.whole[bucket.cut]
+            bucket.whole = None
+
+        patch.setattr(FlatBuffers, "_reduce", faulty)
+
+    return plant
+
+
+def without(group):
+    """No collective over that group."""
+
+    def plant(patch):
+        for name in ("all_reduce", "all_gather"):
+            original = getattr(TypedComm, name)
+
+            def faulty(self, x, axis, *args, original=original, **kw):
+                return Handle(kw.get("out", x)) if axis == group else original(self, x, axis, *args, **kw)
+
+            patch.setattr(TypedComm, name, faulty)
+
+    return plant
+
+
 TIED = {"pp": 2, "model__tie_embeddings": True}
 ZERO = {"dp": 2, "zero": 1}
+HYBRID = {"dp": 4, "zero": 1, "zero_group": 2}
 FAULTS = {
     # name: (layout, plant, words of the report)
     "norm gradient not summed": (SP, late((), "norm"), ("norm.weight", "partial over tp", "a reduction is missing")),
@@ -189,6 +231,10 @@ FAULTS = {
     "dp sum doubled": ({"dp": 2}, dp_reduction(2), ("layers.0.mlp.up.weight", "over dp", "reduced twice")),
     "dp sum missing, ZeRO": (ZERO, dp_reduction(0), ("layers.0.mlp.up.weight", "partial over dp", "missing")),
     "dp sum doubled, ZeRO": (ZERO, dp_reduction(2), ("layers.0.mlp.up.weight", "over dp", "reduced twice")),
+    "dp sum missing, ZeRO 2": ({"dp": 2, "zero": 2}, zero_2_reduction(0), ("mlp.up.weight", "partial over dp", "missing")),
+    "dp sum doubled, ZeRO 2": ({"dp": 2, "zero": 2}, zero_2_reduction(2), ("mlp.up.weight", "over dp", "reduced twice")),
+    "no sum over replicas of shards": (HYBRID, without("dp_replicate"), ("mlp.up.weight", "partial over dp (dp_replicate)")),
+    "new weights not gathered": (ZERO, without("dp_shard"), ("mlp.up.weight", "after the step", "varying over dp")),
     "column gradient not reduced": (
         {"tp": 2},
         region("enter_backward", unreduced_input_gradient),
