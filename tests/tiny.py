@@ -75,3 +75,12 @@ def batch(cfg: Config, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     ids = torch.from_numpy(rng.integers(cfg.model.vocab_size, size=(n, s + 1)))
     keep = torch.from_numpy(rng.random((n, s))) < torch.linspace(0.0, 1.0, n)[:, None]
     return ids[:, :-1], ids[:, 1:].where(keep, IGNORE)
+
+
+def documents_of(cfg: Config, step: int) -> torch.Tensor:
+    """Document of each token [GBS, S] of one step: a few boundaries in most samples, anywhere, none in the first."""
+    rng = np.random.default_rng(2000 + step)
+    n, s = cfg.train.global_batch_size, cfg.train.seq_len
+    begins = torch.from_numpy(rng.random((n, s)) < 0.1)
+    begins[0] = False
+    return begins.cumsum(1).int()

@@ -33,6 +33,7 @@ _ELSEWHERE = {
     "pipeline_model_parallel_size": "parallel.pp",
     "pipeline_parallel": "parallel.pp",
     "pipeline_parallel_size": "parallel.pp",
+    "reset_attention_mask": "data.isolate_documents",
     "rope_theta": "model.rotary_base",
     "save": "checkpoint.dir",
     "save_interval": "checkpoint.interval_steps",

@@ -137,6 +137,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "model.rope_scaling": ("none", "linear", "llama3", "yarn"),
     "parallel.schedule": ("1f1b", "gpipe", "interleaved_1f1b", "zb_h1", "zb_v"),
     "parallel.stage_balance": ("layers", "cost"),
+    "parallel.cp_comm_type": ("p2p", "all_gather"),
     "parallel.recompute": ("none", "selective", "full"),
     "train.precision": ("bf16", "fp16", "fp32"),
     "optim.schedule": ("cosine", "linear", "constant", "wsd"),
@@ -148,21 +149,15 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 
-def _above_1(value: Any) -> bool:
-    return value > 1
-
-
 def _words(*words: Any) -> Callable[[Any], bool]:
     return words.__contains__
 
 
 NOT_BUILT: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "parallel.cp": (_above_1, "1"),
     "parallel.schedule": (_words("dualpipe"), "zb_v"),
     "parallel.zero": (_words(3), "2"),
     "train.precision": (_words("fp8"), "bf16, fp16 or fp32"),
     "ops.backend": (_words("te", "transformer_engine", "apex", "triton", "cuda"), "torch"),
-    "data.isolate_documents": (bool, "false"),
     "checkpoint.async": (bool, "false"),
 }
 """Which values of a key are planned but not built, and what to use until then."""

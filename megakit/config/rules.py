@@ -21,6 +21,7 @@ def check(cfg: Config) -> None:
     _check_model(cfg)
     _check_rope(cfg.model)
     _check_tensor_parallel(cfg)
+    _check_context_parallel(cfg)
     _check_pipeline(cfg)
     _check_zero(cfg)
     _check_world(cfg)
@@ -210,6 +211,30 @@ def _check_zero(cfg: Config) -> None:
         raise Refused(
             f"parallel.zero_group = {p.zero_group} does not divide parallel.dp x parallel.cp = {p.dp} x {p.cp} = {p.dp * p.cp}:"
             f" valid groups {valid or 'none'}"
+        )
+
+
+def sequence_unit(cfg: Config) -> int:
+    """What a sequence must be a multiple of: two chunks on each cp rank, and what is there cut over tp where it is."""
+    cp, cut = cfg.parallel.cp, cfg.parallel.tp if cfg.parallel.sequence_parallel else 1
+    return cp * math.lcm(2, cut) if cp > 1 else cut
+
+
+def _check_context_parallel(cfg: Config) -> None:
+    p, seq_len = cfg.parallel, cfg.train.seq_len
+    if p.cp == 1:
+        if p.cp_comm_type != "p2p":
+            raise Refused(
+                f"parallel.cp_comm_type = {p.cp_comm_type} changes nothing with parallel.cp = 1: leave it out, or use cp > 1"
+            )
+        return
+    unit = sequence_unit(cfg)
+    if seq_len % unit:
+        tp = f" and its cut over parallel.tp = {p.tp}" if p.sequence_parallel else ""
+        valid = [cp for cp in _divisors(seq_len) if cp == 1 or seq_len % (unit // p.cp * cp) == 0]
+        raise Refused(
+            f"train.seq_len = {seq_len} is not divisible by the two chunks of each of parallel.cp = {p.cp} ranks{tp},"
+            f" {unit}: use train.seq_len={_near(seq_len, unit)}, or cp {_listed(valid)}"
         )
 
 

@@ -81,7 +81,9 @@ class ParallelConfig:
     pp: int = 1
     """Pipeline stages."""
     cp: int = 1
-    """Context parallel ranks; only 1 is built."""
+    """Context parallel ranks: each has two of 2 * cp chunks of every sequence."""
+    cp_comm_type: str = "p2p"
+    """How keys and values reach the other cp ranks: p2p (a ring, under way during attention) | all_gather."""
     dp: Optional[int] = None
     """Data parallel replicas; null: all ranks that are there, divided by tp * pp * cp."""
     zero: int = 0
@@ -199,7 +201,9 @@ class DataConfig:
     prefetch: int = 2
     """Batches read ahead by a background thread; 0: read when needed."""
     isolate_documents: bool = False
-    """Keep attention inside a document; not built yet, must be false."""
+    """Keep attention inside a document, by the boundaries in the indexed file."""
+    eod_mask_loss: bool = False
+    """Leave a document's last token out of the loss: what follows it is another document."""
 
 
 @dataclass

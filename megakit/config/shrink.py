@@ -35,7 +35,7 @@ def shrink(cfg: Config) -> Config:
         **{f"parallel.{axis}": size for axis, size in grid.items()},
         "parallel.zero_group": group and grid["dp"] * grid["cp"],
         **layers,
-        **_model(cfg, grid["tp"]),
+        **_model(cfg, grid["tp"], _seq_len(cfg, grid)),
         **_train(cfg, grid),
         **_surroundings(cfg),
     }
@@ -60,7 +60,7 @@ def _layers(model: ModelConfig, parallel: ParallelConfig, pp: int) -> dict[str, 
     return {"model.num_layers": sum(stages), "parallel.layers_per_stage": stages}
 
 
-def _model(cfg: Config, tp: int) -> dict[str, Any]:
+def _model(cfg: Config, tp: int, seq_len: int) -> dict[str, Any]:
     m = cfg.model
     ratio = min(m.num_attention_heads // m.num_query_groups, MOST_HEADS_PER_GROUP)
     groups = min(m.num_query_groups, 4 if ratio == 1 else 2)
@@ -69,7 +69,6 @@ def _model(cfg: Config, tp: int) -> dict[str, Any]:
     hidden = heads * (16 if heads <= 8 else 8)
     ffn = max(1, round(m.ffn_hidden_size / m.hidden_size * hidden / 8)) * 8
     padded = m.vocab_size % (cfg.parallel.tp * m.make_vocab_size_divisible_by) != 0
-    seq_len = _seq_len(cfg)
     context = seq_len if m.max_position_embeddings <= cfg.train.seq_len else 2 * seq_len
     original = m.rope_original_max_position_embeddings
     return {
@@ -84,9 +83,10 @@ def _model(cfg: Config, tp: int) -> dict[str, Any]:
     }
 
 
-def _seq_len(cfg: Config) -> int:
-    short = min(cfg.train.seq_len, SEQ_LEN)
-    return short if short < 2 else short // 2 * 2
+def _seq_len(cfg: Config, grid: dict[str, int]) -> int:
+    """Short, and what the smaller grid can cut."""
+    short, unit = min(cfg.train.seq_len, SEQ_LEN), 2 * grid["cp"]
+    return short if short < unit else short // unit * unit
 
 
 def _train(cfg: Config, grid: dict[str, int]) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def _train(cfg: Config, grid: dict[str, int]) -> dict[str, Any]:
         "train.tokens": None,
         "train.micro_batch_size": micro_batch,
         "train.global_batch_size": batch,
-        "train.seq_len": _seq_len(cfg),
+        "train.seq_len": _seq_len(cfg, grid),
         "train.eval_interval": EVALUATE_AT if t.eval_interval else 0,
         "train.eval_samples": min(t.eval_samples, batch),
         "train.generate_tokens": 0,

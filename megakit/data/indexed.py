@@ -27,6 +27,7 @@ _WHOLE_SCAN = 100_000_000  # tokens up to which a corpus without a sidecar is sc
 _PART_SCAN = 10_000_000
 _CHECKED_SEQUENCES = 5_000_000  # at each end of the index
 _HASHED = 1 << 16  # bytes at each end of each file
+_DOCUMENTS_READ = 1 << 10  # ends of documents that are read at once
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,35 @@ class IndexedFile:
             raise IndexError(f"document {number} of {self.documents} in {self.idx_path}")
         sequence = int(self._documents[number])
         return self.tokens if sequence == self.sequences else int(self._pointers[sequence]) // self.dtype.itemsize
+
+    def documents_of(self, start: int, count: int) -> np.ndarray:
+        """Which document each of the tokens [start, start + count) is in: int64 [count], read from the index alone."""
+        if start < 0 or count < 0 or start + count > self.tokens:
+            raise IndexError(f"tokens [{start}, {start + count}) of {self.tokens} in {self.bin_path}")
+        first = self._document_at(start)
+        ends: list[np.ndarray] = []
+        after = first + 1
+        while not ends or (ends[-1][-1] < start + count and after <= self.documents):
+            ends.append(self._document_starts(after, min(after + _DOCUMENTS_READ, self.documents + 1)))
+            after += len(ends[-1])
+        # of documents without a token several begin at one place: the last of them has what follows
+        return first + np.searchsorted(np.concatenate(ends), np.arange(start, start + count), side="right")
+
+    def _document_at(self, token: int) -> int:
+        """The last document that begins at or before `token`."""
+        low, high = 0, self.documents
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.document_start(middle) <= token else (low, middle - 1)
+        return low
+
+    def _document_starts(self, first: int, end: int) -> np.ndarray:
+        """`document_start` of documents [first, end): int64."""
+        sequences = np.asarray(self._documents[first:end])
+        starts = np.full(len(sequences), self.tokens, np.int64)
+        inside = sequences < self.sequences
+        starts[inside] = self._pointers[sequences[inside]] // self.dtype.itemsize
+        return starts
 
     def scan_ids(self) -> IdScan:
         """Smallest and largest token id, of every token up to 10^8, of the first and last 10^7 beyond."""

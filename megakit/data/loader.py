@@ -25,22 +25,35 @@ class Batch:
     """Sample ids of the whole global batch, int64 [global_batch_size]; the same on every rank."""
     tokens: np.ndarray
     """int64 [n, seq_len + 1]."""
+    documents: Optional[np.ndarray] = None
+    """int32 [n, seq_len + 1], which document of the sample each token is in; None where they weren't asked for."""
 
 
 class Loader:
     """Endless iterator of batches from position `start` (consumed samples), which is all that a resume needs.
 
     Batch k holds the global positions [start + k * global_batch_size, ...); rank d of dp has rows [d * n, (d + 1) * n).
-    `prefetch` batches are read ahead; 0 reads in the caller's thread. An error while reading is raised by the next() that
-    would have returned that batch, and by every one after it. Close it, or use it as a context manager.
+    With `documents` a batch has them too. `prefetch` batches are read ahead; 0 reads in the caller's thread. An error while
+    reading is raised by the next() that would have returned that batch, and by every one after it. Close it, or use it as
+    a context manager.
     """
 
-    def __init__(self, stream: SampleStream, *, dp: int, dp_rank: int, global_batch_size: int, start: int, prefetch: int):
+    def __init__(
+        self,
+        stream: SampleStream,
+        *,
+        dp: int,
+        dp_rank: int,
+        global_batch_size: int,
+        start: int,
+        prefetch: int,
+        documents: bool = False,
+    ):
         if global_batch_size % dp:
             raise Refused(f"train.global_batch_size={global_batch_size} can't be divided among {dp} data-parallel ranks")
         if not 0 <= dp_rank < dp or start < 0 or prefetch < 0:
             raise ValueError(f"dp_rank {dp_rank} of {dp}, start {start}, prefetch {prefetch}")
-        self._stream, self._batch = stream, global_batch_size
+        self._stream, self._batch, self._documents = stream, global_batch_size, documents
         n = global_batch_size // dp
         self._rows = slice(dp_rank * n, (dp_rank + 1) * n)
         self._error: Optional[BaseException] = None
@@ -90,7 +103,7 @@ class Loader:
     def _read(self, position: int) -> Batch:
         all_ids = self._stream.ids(position, self._batch)
         ids = all_ids[self._rows]
-        return Batch(ids, all_ids, self._stream.read(ids))
+        return Batch(ids, all_ids, self._stream.read(ids), self._stream.documents_of(ids) if self._documents else None)
 
     def _fill(self, position: int) -> None:
         while not self._stopped.is_set():

@@ -14,6 +14,7 @@ from megakit.data.order import hash_of
 
 _FACTOR = 2654435761
 _OFFSET = 12345
+_DOCUMENTS = 0xD0C
 
 
 class MockSource:
@@ -25,6 +26,16 @@ class MockSource:
         self.name = "mock"
         self.notes: list[str] = []
         self.fingerprint: dict[str, Any] = {"name": "mock", "samples": samples, "vocab_size": vocab_size, "stream": stream}
+
+    def documents_of(self, samples: np.ndarray) -> np.ndarray:
+        """Made-up documents, int32 [n, seq_len + 1]: at each even position one begins with a probability that gives a sample
+        about four. Token pairs are never parted."""
+        size = self._seq_len + 1
+        pairs = np.arange((size + 1) // 2)
+        bits = hash_of(self._seed, self._stream, samples[:, None], pairs[None, :], _DOCUMENTS)
+        begins = bits % np.uint64(max(2, self._seq_len // 8)) == 0
+        begins[:, 0] = False  # the first one goes on from the sample before
+        return np.repeat(begins.cumsum(1, dtype=np.int32), 2, 1)[:, :size]
 
     def read(self, samples: np.ndarray) -> np.ndarray:
         """int64 [n, seq_len + 1]."""

@@ -10,6 +10,12 @@ from megakit.data.indexed import IndexedFile
 from megakit.errors import Refused
 
 
+def counted(documents: np.ndarray) -> np.ndarray:
+    """Any numbers of documents [n, tokens] -> int32, 0 at the first token and one more at each change."""
+    changes = np.diff(documents, axis=1, prepend=documents[:, :1]) != 0
+    return changes.cumsum(1, dtype=np.int32)
+
+
 class FileSource:
     """Sample i is tokens [i * seq_len, i * seq_len + seq_len + 1) of the documents [first, end), taken as one row.
 
@@ -42,6 +48,14 @@ class FileSource:
         if len(samples):
             self._check(samples, tokens)
         return tokens
+
+    def documents_of(self, samples: np.ndarray) -> np.ndarray:
+        """int32 [n, seq_len + 1]: which document each token is in, counted from 0 within the sample."""
+        size = self._seq_len + 1
+        found = np.empty((len(samples), size), np.int64)
+        for row, sample in enumerate(samples.tolist()):
+            found[row] = self._file.documents_of(self._start + sample * self._seq_len, size)
+        return counted(found)
 
     def _check(self, samples: np.ndarray, tokens: np.ndarray) -> None:
         if int(tokens.min()) >= 0 and int(tokens.max()) < self._vocab_size:

@@ -7,7 +7,7 @@ not on how many steps a run has, where it was resumed, or how many ranks read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Optional, Protocol
 
 import numpy as np
@@ -31,6 +31,10 @@ class Source(Protocol):
 
     def read(self, samples: np.ndarray) -> np.ndarray:
         """Tokens of these samples: int64 [n, seq_len + 1]."""
+        ...
+
+    def documents_of(self, samples: np.ndarray) -> np.ndarray:
+        """Which document each of these tokens is in, counted from 0 within the sample: int32 [n, seq_len + 1]."""
         ...
 
 
@@ -69,13 +73,20 @@ class SampleStream:
 
     def read(self, ids: np.ndarray) -> np.ndarray:
         """Tokens of these sample ids: int64 [n, seq_len + 1]; the last token is the target of the one before it."""
+        return self._of_sources(ids, np.dtype(np.int64), lambda source, samples: source.read(samples))
+
+    def documents_of(self, ids: np.ndarray) -> np.ndarray:
+        """Which document each token of these sample ids is in, counted from 0 within the sample: int32 [n, seq_len + 1]."""
+        return self._of_sources(ids, np.dtype(np.int32), lambda source, samples: source.documents_of(samples))
+
+    def _of_sources(self, ids: np.ndarray, dtype: np.dtype, ask: Callable[[Source, np.ndarray], np.ndarray]) -> np.ndarray:
         ids = np.asarray(ids, np.int64)
-        tokens = np.empty((len(ids), self.seq_len + 1), np.int64)
+        out = np.empty((len(ids), self.seq_len + 1), dtype)
         number = ids >> SAMPLE_BITS
         for i in np.unique(number):
             rows = np.flatnonzero(number == i)
-            tokens[rows] = self.sources[int(i)].read(ids[rows] & _SAMPLE_MASK)
-        return tokens
+            out[rows] = ask(self.sources[int(i)], ids[rows] & _SAMPLE_MASK)
+        return out
 
     def describe(self) -> str:
         """One line: samples and tokens of an epoch, the share of each source, what could not be checked."""

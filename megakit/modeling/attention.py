@@ -1,7 +1,7 @@
 """Causal self-attention with grouped key/value heads, its heads cut over tensor parallel ranks.
 
-Shapes: S sequence, s its part under sequence parallelism, B micro-batch, H hidden, N query heads and G key/value heads of
-this rank, D head dim.
+Shapes: S sequence (under context parallelism this rank's part), s its part under sequence parallelism, B micro-batch, H
+hidden, N query heads and G key/value heads of this rank, D head dim.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from megakit.config.schema import Config
 from megakit.modeling.balance import head_dim
 from megakit.modeling.rope import apply_rope
+from megakit.parallel.context import Exchange, context_attention
 from megakit.parallel.random import mix, seed_default_generator
 from megakit.parallel.tensor import Region, column_linear, row_linear
 
@@ -30,20 +31,29 @@ class Attention(nn.Module):
         self.heads, self.groups = cfg.model.num_attention_heads // tp, cfg.model.num_query_groups // tp
         self.head_dim = head_dim(cfg.model)
         self.dropout = cfg.model.attention_dropout
+        self.cp_comm_type = cfg.parallel.cp_comm_type
         self.recompute_core = cfg.parallel.recompute == "selective"
         self.qkv_weight, self.qkv_bias = params[f"{name}.qkv.weight"], params.get(f"{name}.qkv.bias")
         self.out_weight, self.out_bias = params[f"{name}.out.weight"], params.get(f"{name}.out.bias")
 
-    def forward(self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor] | None, seed: int) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor] | None, seed: int, documents_SB: torch.Tensor | None = None
+    ) -> torch.Tensor:
         qkv = column_linear(x, self.qkv_weight, self.qkv_bias, self.region)
         qkv_SBND = qkv.unflatten(-1, (-1, self.head_dim))
         if self.recompute_core and torch.is_grad_enabled():
-            y = checkpoint(self.core, qkv_SBND, rope, seed, use_reentrant=False, preserve_rng_state=False)
+            y = checkpoint(self.core, qkv_SBND, rope, seed, documents_SB, use_reentrant=False, preserve_rng_state=False)
         else:
-            y = self.core(qkv_SBND, rope, seed)
+            y = self.core(qkv_SBND, rope, seed, documents_SB)
         return row_linear(y, self.out_weight, self.out_bias, self.region)
 
-    def core(self, qkv_SBND: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor] | None, seed: int) -> torch.Tensor:
+    def core(
+        self,
+        qkv_SBND: torch.Tensor,
+        rope: tuple[torch.Tensor, torch.Tensor] | None,
+        seed: int,
+        documents_SB: torch.Tensor | None,
+    ) -> torch.Tensor:
         """[S, B, N + 2G, D] -> [S, B, N * D]"""
         if rope is None:
             q, k, v = qkv_SBND.split([self.heads, self.groups, self.groups], 2)
@@ -52,7 +62,11 @@ class Attention(nn.Module):
             q, k = apply_rope(qk, *rope).split([self.heads, self.groups], 2)
         q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
         p = self.dropout if self.training else 0.0
-        if p:  # the heads of each tensor-parallel rank are others
-            seed_default_generator(q.device, mix(seed, self.region.comm.index("tp")))
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True, enable_gqa=self.groups != self.heads)
+        comm = self.region.comm
+        if comm.size("cp") > 1 or documents_SB is not None:
+            y = context_attention(q, k, v, Exchange(comm, self.cp_comm_type, documents_SB, p, seed))
+        else:
+            if p:  # the heads of each tensor-parallel rank are others
+                seed_default_generator(q.device, mix(seed, comm.index("tp")))
+            y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True, enable_gqa=self.groups != self.heads)
         return y.permute(2, 0, 1, 3).flatten(2)

@@ -29,8 +29,14 @@ class Block(nn.Module):
         self.mlp_norm = Norm(cfg.model, params, f"{name}.mlp_norm")
         self.mlp = MLP(cfg.model, params, f"{name}.mlp", region)
 
-    def forward(self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor] | None, seed: int) -> torch.Tensor:
-        y = self.attention(self.attention_norm(x), rope, mix(seed, self.index, SITES["attention"]))
+    def forward(
+        self,
+        x: torch.Tensor,
+        rope: tuple[torch.Tensor, torch.Tensor] | None,
+        seed: int,
+        documents_SB: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        y = self.attention(self.attention_norm(x), rope, mix(seed, self.index, SITES["attention"]), documents_SB)
         p = self.dropout if self.training else 0.0
         x = x + hidden_dropout(y, p, mix(seed, self.index, SITES["attention_out"]), self.region)
         y = self.mlp(self.mlp_norm(x))
@@ -38,5 +44,8 @@ class Block(nn.Module):
 
 
 def hidden_dropout(x: torch.Tensor, p: float, seed: int, region: Region) -> torch.Tensor:
-    """Dropout on the residual stream: replicated over tp, or under sequence parallelism another part on each rank."""
+    """Dropout on the residual stream: replicated over tp, or under sequence parallelism another part on each rank; over cp
+    always another part."""
+    if region.comm.size("cp") > 1:
+        seed = mix(seed, region.comm.index("cp"))
     return dropout(x, p, mix(seed, region.comm.index("tp")) if region.sequence_parallel else seed)

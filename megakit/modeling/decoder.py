@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -17,6 +18,7 @@ from megakit.modeling.block import Block, hidden_dropout
 from megakit.modeling.layout import StageLayout
 from megakit.modeling.norm import Norm
 from megakit.modeling.rope import rope_table
+from megakit.parallel.context import own_positions
 from megakit.parallel.loss import cross_entropy
 from megakit.parallel.random import mix
 from megakit.parallel.tensor import Region, column_linear, embedding
@@ -24,13 +26,16 @@ from megakit.parallel.tensor import Region, column_linear, embedding
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Input of one forward pass, the same on every stage."""
+    """Input of one forward pass, the same on every stage. Under context parallelism S is this rank's part of the sequence."""
 
     tokens_SB: torch.Tensor
     labels_SB: torch.Tensor | None
     """Next tokens, IGNORE where there is nothing to learn; None: the last stage returns logits instead of the loss."""
     position: int
     """Of its first sample in the global order: what its dropout masks are drawn from."""
+    documents_SB: torch.Tensor | None = None
+    """Document of each token of the whole sequence, also under context parallelism: attention stays inside it. None: it
+    sees all tokens before."""
 
 
 class Embedding(nn.Module):
@@ -46,7 +51,12 @@ class Embedding(nn.Module):
         x = embedding(tokens_SB, self.word, self.region)
         if self.position is not None:
             lo = self.region.comm.index("tp") * x.shape[0] if self.region.sequence_parallel else 0
-            x = x + self.position[lo : lo + x.shape[0], None]
+            here = slice(lo, lo + x.shape[0])
+            if self.region.comm.size("cp") > 1:
+                at = own_positions(tokens_SB.shape[0], self.region.comm, x.device)
+                x = x + F.embedding(at[here], self.position)[:, None]
+            else:
+                x = x + self.position[here, None]
         p = self.dropout if self.training else 0.0
         return hidden_dropout(x, p, mix(seed, -1), self.region)
 
@@ -85,9 +95,9 @@ class Stage(nn.Module):
         rope = self._rope_for(batch.tokens_SB.shape[0], x)
         for block in self.blocks:
             if self.recompute and torch.is_grad_enabled():
-                x = checkpoint(block, x, rope, seed, use_reentrant=False, preserve_rng_state=False)
+                x = checkpoint(block, x, rope, seed, batch.documents_SB, use_reentrant=False, preserve_rng_state=False)
             else:
-                x = block(x, rope, seed)
+                x = block(x, rope, seed, batch.documents_SB)
         if self.head is None:
             return x
         logits = self.head(x)
@@ -101,6 +111,6 @@ class Stage(nn.Module):
         if self.cfg.model.position_embedding != "rope":
             return None
         if self._rope is None or self._rope[0].shape[0] != seq_len:
-            cos, sin = rope_table(self.cfg.model, torch.arange(seq_len, device=x.device))
+            cos, sin = rope_table(self.cfg.model, own_positions(seq_len, self.region.comm, x.device))
             self._rope = cos.to(x.dtype), sin.to(x.dtype)
         return self._rope

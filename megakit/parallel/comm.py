@@ -49,10 +49,21 @@ class Record:
         return f"{self.op} #{self.seq} on {self.group} {list(self.shape)} {self.dtype.removeprefix('torch.')}: {state}"
 
 
+class _Works:
+    """Several operations to wait for as one; keeps the tensor that they send."""
+
+    def __init__(self, works: list[dist.Work], sent: torch.Tensor):
+        self._works, self._sent = works, sent
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
 class Handle:
     """A result that may still be under way. Keeps its buffers alive until `wait()`."""
 
-    def __init__(self, result: torch.Tensor, work: dist.Work | None = None, ended: Callable[[], None] | None = None):
+    def __init__(self, result: torch.Tensor, work: dist.Work | _Works | None = None, ended: Callable[[], None] | None = None):
         self.result, self._work, self._ended = result, work, ended
 
     def wait(self) -> torch.Tensor:
@@ -109,7 +120,7 @@ class Comm:
     def _ended(self, record: Record) -> None:
         record.waited = self._tick()
 
-    def _handle(self, result: torch.Tensor, work: dist.Work | None, record: Record) -> Handle:
+    def _handle(self, result: torch.Tensor, work: dist.Work | _Works | None, record: Record) -> Handle:
         return Handle(result, work, partial(self._ended, record))
 
     def all_reduce(self, x: torch.Tensor, axis: str, op: str = "sum") -> Handle:
@@ -160,6 +171,23 @@ class Comm:
         """From another pipeline rank, into `buffer`."""
         record = self._record_tensor("recv", f"pp:{rank}>{self.index('pp')}", buffer)
         return self._handle(buffer, dist.irecv(buffer, self._peer("pp", rank), group=self.state.groups["pp"]), record)
+
+    def shift(self, x: torch.Tensor, axis: str) -> Handle:
+        """To the next rank on `axis`, and from the one before: all of a ring, each rank's x moves on by one place.
+
+        Send and receive are posted together and then waited for, so that no order of the ranks can block, also where a send
+        ends only when it is received; on NCCL the two are one operation. The send's buffer is held until `wait()`.
+        """
+        n, place = self.size(axis), self.index(axis)
+        if n == 1:
+            return Handle(x)
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        record = self._record_tensor("shift", axis, x)
+        group = self.state.groups[axis]
+        ends = ((dist.isend, x, (place + 1) % n), (dist.irecv, out, (place - 1) % n))
+        works = dist.batch_isend_irecv([dist.P2POp(op, t, self._peer(axis, peer), group) for op, t, peer in ends])
+        return self._handle(out, _Works(works, x), record)
 
     # no-ops that say what a type check (megakit/verify) can't see
 

@@ -39,10 +39,17 @@ def seed_default_generator(device: torch.device, seed: int) -> None:
         torch.default_generator.manual_seed(seed)
 
 
-def _keep(x: torch.Tensor, p: float, seed: int) -> torch.Tensor:
-    generator = torch.Generator(x.device).manual_seed(seed)
+def keep_mask(
+    shape: tuple[int, ...], p: float, seed: int, device: torch.device, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """0 with probability p, else 1; `seed` decides which."""
+    generator = torch.Generator(device).manual_seed(seed)
     # contiguous, not empty_like(x): it is filled in order of memory, and a gradient may have other strides than the output
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device).bernoulli_(1.0 - p, generator=generator)
+    return torch.zeros(shape, dtype=dtype, device=device).bernoulli_(1.0 - p, generator=generator)
+
+
+def _keep(x: torch.Tensor, p: float, seed: int) -> torch.Tensor:
+    return keep_mask(x.shape, p, seed, x.device, x.dtype)
 
 
 class _Dropout(torch.autograd.Function):

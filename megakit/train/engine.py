@@ -7,12 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
+from megakit.config.rules import sequence_unit
 from megakit.config.schema import Config
 from megakit.modeling.decoder import MicroBatch, Stage
 from megakit.modeling.layout import model_placement, rank_stages, stage_params
 from megakit.optim.loss_scale import LossScale
 from megakit.optim.optimizer import Optimizer, StepResult
+from megakit.parallel import context
 from megakit.parallel.comm import Comm
 from megakit.parallel.deferred import DeferredGrads
 from megakit.parallel.grid import ParallelState
@@ -54,28 +57,49 @@ class Engine:
         scaled = cfg.train.precision == "fp16"
         self.loss_scale = LossScale(cfg.optim, cfg.train.micro_batch_size * cfg.train.seq_len) if scaled else None
         self._programs: dict[tuple[int, bool], Program] = {}
-        # one rank of each data-parallel replica answers for its loss and tokens
+        # one rank of each part of a replica's sequence answers for its loss and tokens
         self._counted = state.index("tp") == 0 and any(layout.last for layout in layouts)
 
     def initialize(self, source: Source | None = None) -> None:
         """Initial weights: from `source`, or random ones that don't depend on the grid."""
         self.buffers.initialize(source or RandomSource(self.specs, self.cfg.train.seed))
 
-    def split(self, tokens: torch.Tensor, position: int, valid: int | None = None) -> list[MicroBatch]:
-        """This replica's samples [n, S + 1], the first at `position` of the global order -> micro-batches.
+    @property
+    def needs_documents(self) -> bool:
+        """`split` wants to know which document each token is in."""
+        return self.cfg.data.isolate_documents or self.cfg.data.eod_mask_loss
 
-        Of the labels of sample `valid` and later nothing counts.
+    def split(
+        self, tokens: torch.Tensor, position: int, valid: int | None = None, documents: torch.Tensor | None = None
+    ) -> list[MicroBatch]:
+        """This replica's samples [n, S + 1], the first at `position` of the global order -> micro-batches of this rank's part
+        of the sequence.
+
+        Of the labels of sample `valid` and later nothing counts. `documents` [n, S + 1]: see `needs_documents`.
         """
-        size = self.cfg.train.micro_batch_size
+        size, data = self.cfg.train.micro_batch_size, self.cfg.data
         tokens = tokens.to(self.state.device, non_blocking=True)
         labels = tokens[:, 1:]
+        if documents is not None:
+            documents = documents.to(self.state.device, non_blocking=True)
+            if data.eod_mask_loss:
+                labels = labels.masked_fill(documents[:, 1:] != documents[:, :-1], IGNORE)
         if valid is not None and valid < len(tokens):
             labels = labels.clone()
             labels[max(valid, 0) :] = IGNORE
         return [
-            MicroBatch(tokens[i : i + size, :-1].t().contiguous(), labels[i : i + size].t().contiguous(), position + i)
-            for i in range(0, len(tokens), size)
+            MicroBatch(
+                self._own(tokens[rows, :-1].t()),
+                self._own(labels[rows].t()),
+                position + rows.start,
+                documents[rows, :-1].t().contiguous() if documents is not None and data.isolate_documents else None,
+            )
+            for rows in (slice(i, i + size) for i in range(0, len(tokens), size))
         ]
+
+    def _own(self, x_SB: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the sequence."""
+        return context.cut(x_SB, self.state.size("cp"), self.state.index("cp")).contiguous()
 
     def train_step(self, batches: list[MicroBatch], lr: float, votes: Sequence[float] = ()) -> StepResult:
         """One optimizer step on this replica's micro-batches of the global batch."""
@@ -91,7 +115,7 @@ class Engine:
     def forward_backward(self, batches: list[MicroBatch], loss_scale: float = 1.0) -> list[torch.Tensor]:
         """The schedule of one step, gradients reduced -> the loss sums of the micro-batches; [] without the last stage."""
         self.buffers.begin(len(batches))
-        executor = self._executor(self.cfg.train.micro_batch_size)
+        executor = self._executor(batches)
         losses = executor.run(self._program(len(batches)), batches, loss_scale=loss_scale)
         self.buffers.finish()
         return losses
@@ -105,11 +129,16 @@ class Engine:
 
     @torch.no_grad()
     def logits(self, tokens: torch.Tensor, at: int) -> torch.Tensor:
-        """tokens [S] -> fp32 logits [vocab_size] of what follows position `at`, equal on all ranks; padding rows left out."""
-        outputs = self._forward([MicroBatch(tokens.to(self.state.device)[:, None], None, 0)])
+        """tokens [S] of one document -> fp32 logits [vocab_size] of what follows position `at`, equal on all ranks; padding rows
+        left out."""
+        cp, unit = self.state.size("cp"), sequence_unit(self.cfg)
+        tokens = F.pad(tokens, (0, -len(tokens) % unit))  # nothing sees what comes behind it
+        outputs = self._forward([MicroBatch(self._own(tokens.to(self.state.device)[:, None]), None, 0)])
         vocab = self.cfg.model.vocab_size
+        rank, place = context.holder(at, len(tokens), cp)
         if outputs:  # padding follows the last true row
-            whole = self.comm.all_gather(outputs[0][at, 0].float(), "tp").wait()[:vocab]
+            whole = self.comm.all_gather(outputs[0][place, 0].float(), "tp").wait()[:vocab].contiguous()
+            whole = self.comm.broadcast(whole, "cp", rank)
         else:
             whole = torch.empty(vocab, device=self.state.device)
         return self.comm.broadcast(whole, "pp", self.placement.place(self.placement.stages - 1)[0])
@@ -148,10 +177,10 @@ class Engine:
             self._programs[microbatches, backward] = programs[self.state.index("pp")]
         return self._programs[microbatches, backward]
 
-    def _executor(self, batch_size: int) -> Executor:
+    def _executor(self, batches: list[MicroBatch]) -> Executor:
         cfg = self.cfg
-        seq = cfg.train.seq_len // (self.state.size("tp") if self.region.sequence_parallel else 1)
-        shape = (seq, batch_size, cfg.model.hidden_size)
+        seq, size = batches[0].tokens_SB.shape
+        shape = (seq // (self.state.size("tp") if self.region.sequence_parallel else 1), size, cfg.model.hidden_size)
         dtype = PRECISION[cfg.train.precision]
         return Executor(self.stages, self.comm, self.placement, shape, dtype, self.state.device, self._deferred)
 
@@ -159,7 +188,7 @@ class Engine:
         for stage in self.stages:
             stage.eval()
         try:
-            executor = self._executor(batches[0].tokens_SB.shape[1])
+            executor = self._executor(batches)
             return executor.run(self._program(len(batches), backward=False), batches, backward=False)
         finally:
             for stage in self.stages:

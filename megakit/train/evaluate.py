@@ -22,7 +22,9 @@ def evaluate(engine: Engine, stream: SampleStream, train: TrainConfig) -> tuple[
         left = min(chunk, samples - start)
         per_rank = -(-left // (dp * train.micro_batch_size)) * train.micro_batch_size
         first = start + rank * per_rank
-        rows = stream.read(stream.ids(first, per_rank))
-        loss, count = engine.evaluate(engine.split(torch.from_numpy(rows), first, valid=samples - first))
+        ids = stream.ids(first, per_rank)
+        rows = torch.from_numpy(stream.read(ids))
+        documents = torch.from_numpy(stream.documents_of(ids)) if engine.needs_documents else None
+        loss, count = engine.evaluate(engine.split(rows, first, valid=samples - first, documents=documents))
         total, tokens = total + loss, tokens + count
     return total / max(tokens, 1), samples

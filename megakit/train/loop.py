@@ -82,6 +82,7 @@ class Trainer:
             global_batch_size=cfg.train.global_batch_size,
             start=self.progress.consumed_samples,
             prefetch=cfg.data.prefetch,
+            documents=self.engine.needs_documents,
         )
         with loader, StopSignal() as stop:
             while self.progress.step < self.total:
@@ -112,7 +113,8 @@ class Trainer:
         minutes = cfg.checkpoint.interval_minutes
         # rank 0's clock decides when to save by time; a signal at any one rank stops all
         save = bool(minutes) and self.engine.state.rank == 0 and started - self._last_save >= 60 * (minutes or 0)
-        batches = self.engine.split(torch.from_numpy(batch.tokens), first)
+        documents = None if batch.documents is None else torch.from_numpy(batch.documents)
+        batches = self.engine.split(torch.from_numpy(batch.tokens), first, documents=documents)
         result = self.engine.train_step(batches, lr, votes=(float(stop.name is not None), float(save)))
         took = time.monotonic() - started
         progress.step += 1

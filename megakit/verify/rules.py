@@ -13,6 +13,7 @@ import torch
 from spmd_types import I, P, R, S, V, rules
 
 from megakit.parallel.comm import Comm
+from megakit.parallel.context import Exchange, _Gathered, _Ring
 from megakit.parallel.loss import _CrossEntropy
 from megakit.parallel.random import _Dropout
 from megakit.parallel.tensor import Region, _Embedding, _Linear
@@ -60,6 +61,14 @@ def cross_entropy(*, logits_SBV: Type, labels_SB: Type, comm: Comm) -> Type:
     return _over(rules.einsum("sbv,sb->", logits_SBV, labels_SB), comm, "tp", lambda t, a: rules.all_reduce(t, a, src=V, dst=I))
 
 
+def context_attention(*, q: Type, k: Type, v: Type, ex: Exchange) -> Type:
+    """Each rank's queries have their own part of the result; over cp nothing is summed."""
+    for t in (q, k, v):
+        for axis in ex.comm.axes.of("cp"):  # type: ignore[attr-defined]
+            rules.all_gather(t, axis, src=S(0), dst=R)  # only checked: a part of the sequence is on each rank
+    return rules.einsum("bnsd,bgtd,bgtd->bnsd", q, k, v, linear_in=((2,),))
+
+
 def elementwise(*, x: Type) -> Type:
     return rules.einsum("...->...", x, linear_in=(0,))
 
@@ -71,6 +80,8 @@ RULES: dict[type[torch.autograd.Function], Rule] = {
     _Embedding: embedding,
     _CrossEntropy: cross_entropy,
     _Dropout: elementwise,
+    _Ring: context_attention,
+    _Gathered: context_attention,
 }
 
 TRUSTED: set[type[torch.autograd.Function]] = {_Dropout}

@@ -109,6 +109,13 @@ class TypedComm(FakeComm):
         self._follow("reduce_scatter", axis, x, handle.result, before)
         return handle
 
+    def shift(self, x: torch.Tensor, axis: str) -> Handle:
+        before = get_local_type(x)
+        with spmd.no_typecheck():
+            handle = super().shift(x, axis)
+        self._follow("shift", axis, x, handle.result, before)
+        return handle
+
     def send(self, x: torch.Tensor, stage: int) -> Handle:
         with spmd.no_typecheck():
             return super().send(x, stage)
@@ -143,9 +150,9 @@ class TypedComm(FakeComm):
             what = f"over {axis} of a value that is {word(have)} over {self.axes.name(a)}"
             if op in ("all_reduce", "reduce_scatter") and have not in (P, V):
                 raise SpmdTypeError(f"{op} {what}: it is counted {a.size()} times")
-            if op == "all_gather" and have is not V:
-                raise SpmdTypeError(f"all_gather {what}, not varying")
+            if op in ("all_gather", "shift") and have is not V:
+                raise SpmdTypeError(f"{op} {what}, not varying")
             if op == "max" and have is P:
                 raise SpmdTypeError(f"max {what}: the sum is due first")
-            out[a] = V if op == "reduce_scatter" else R
+            out[a] = V if op in ("reduce_scatter", "shift") else R
         return out

@@ -61,7 +61,9 @@ def fake_batches(engine: Engine) -> list[MicroBatch]:
     """The micro-batches of one step of this rank."""
     cfg = engine.cfg
     samples = cfg.train.global_batch_size // engine.state.size("dp")
-    return engine.split(torch.zeros(samples, cfg.train.seq_len + 1, dtype=torch.long), 0)
+    size = (samples, cfg.train.seq_len + 1)
+    documents = torch.zeros(size, dtype=torch.int32) if engine.needs_documents else None
+    return engine.split(torch.zeros(size, dtype=torch.long), 0, documents=documents)
 
 
 def with_few_microbatches(cfg: Config) -> Config:

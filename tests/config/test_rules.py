@@ -53,6 +53,14 @@ LLAMA3 = ["model.rope_scaling=llama3", *YARN[1:], "model.rope_low_freq_factor=1"
         (["train.steps=null", "train.tokens=0"], ["train.tokens = 0", "at least 1"]),
         (["train.tokens=1000"], ["train.steps = 10", "train.tokens = 1000", "train.tokens=null"]),
         (["train.steps=null"], ["train.steps", "train.tokens"]),
+        # context parallel
+        (["parallel.cp=3"], ["train.seq_len = 32", "parallel.cp = 3", "train.seq_len=30 or 36", "or cp 1, 2, 4, 8, 16"]),
+        (["parallel.cp=32"], ["train.seq_len = 32", "parallel.cp = 32", "64: use train.seq_len=64"]),
+        (["parallel.cp=5", "train.seq_len=45"], ["train.seq_len = 45", "parallel.cp = 5", "10", "or cp 1"]),
+        (["parallel.cp=2", "model.num_attention_heads=6", "model.hidden_size=72", "model.num_query_groups=6", "parallel.tp=6",
+          "model.ffn_hidden_size=180", "parallel.sequence_parallel=true", "train.seq_len=18"],
+         ["train.seq_len = 18", "parallel.cp = 2", "parallel.tp = 6", "12", "train.seq_len=12 or 24", "or cp 1, 3"]),
+        (["parallel.cp_comm_type=all_gather"], ["parallel.cp_comm_type = all_gather", "parallel.cp = 1"]),
         # rope scaling
         (["model.rope_factor=2"], ["model.rope_factor = 2.0", "model.rope_scaling = none", "linear or llama3 or yarn"]),
         (["model.rope_scaling=linear"], ["model.rope_scaling = linear", "needs model.rope_factor"]),
@@ -121,6 +129,9 @@ def test_refused(overrides: list[str], says: list[str]):
         ["parallel.tp=2", "parallel.sequence_parallel=true"],
         ["model.position_embedding=learned"],
         ["train.seq_len=64"],  # rope has no table; the plan notes it
+        ["parallel.cp=2"],
+        ["parallel.cp=16", "parallel.cp_comm_type=all_gather", "data.isolate_documents=true", "data.eod_mask_loss=true"],
+        ["parallel.cp=4", "parallel.tp=2", "parallel.sequence_parallel=true", "train.seq_len=24"],
         ["model.rope_scaling=linear", "model.rope_factor=2.5"],
         LLAMA3,
         YARN,

@@ -72,15 +72,12 @@ def test_words_not_in_the_list_are_refused(name: str):
 @pytest.mark.parametrize(
     ("override", "instead"),
     [
-        ("parallel.cp=2", "1"),
-        ("parallel.cp=100", "1"),
         ("parallel.virtual_stages=2", "1"),
         ("parallel.schedule=zb_h1", "1f1b"),
         ("parallel.zero=2", "1"),
         ("parallel.zero=3", "1"),
         ("train.precision=fp8", "bf16, fp16 or fp32"),
         ("ops.backend=te", "torch"),
-        ("data.isolate_documents=true", "false"),
         ("checkpoint.async=true", "false"),
     ],
 )

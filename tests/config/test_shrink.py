@@ -157,3 +157,23 @@ def test_what_a_recipe_leaves_out_stays_out():
 def test_paths_of_the_run_are_left_alone():
     small = shrink(tiny("run.dir=/tmp/x/", "checkpoint.dir=/tmp/x/c", "checkpoint.resume=7"))
     assert (small.run.dir, small.checkpoint.dir, small.checkpoint.resume) == ("/tmp/x-shrunk", None, "auto")
+
+
+@pytest.mark.parametrize(("cp", "seq_len", "expected"), [(4, 4096, 64), (3, 54, 52), (5, 10, 8), (1, 10, 10)])
+def test_a_context_parallel_recipe_keeps_its_cut_and_its_exchange(cp: int, seq_len: int, expected: int):
+    gathered = ["parallel.cp_comm_type=all_gather"] if cp > 1 else []
+    small = shrink(tiny(f"parallel.cp={cp}", f"train.seq_len={seq_len}", "data.isolate_documents=true", *gathered))
+    assert (small.parallel.cp, small.train.seq_len) == (min(cp, 2), expected)
+    assert small.data.isolate_documents and (small.parallel.cp_comm_type == "all_gather") == (cp > 1)
+
+
+def test_the_scaling_of_rope_is_kept_in_proportion():
+    scaled = ["model.rope_scaling=yarn", "model.rope_factor=4", "model.rope_original_max_position_embeddings=8192"]
+    small = shrink(tiny(*scaled, "model.max_position_embeddings=32768", "train.seq_len=32768"))
+    m = small.model
+    assert (m.rope_scaling, m.rope_factor, m.max_position_embeddings, m.rope_original_max_position_embeddings) == (
+        "yarn",
+        4,
+        64,
+        16,
+    )

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megakit.data import indexed
 from megakit.data.indexed import IndexedFile
 from megakit.errors import Refused
 from tests.data.corpus import write_corpus
@@ -179,3 +180,19 @@ def test_reading_does_not_copy(tmp_path: Path) -> None:
     write_corpus(tmp_path / "a", [1000])
     file = IndexedFile(str(tmp_path / "a"))
     assert np.shares_memory(file.read(10, 20), file.data)
+
+
+@pytest.mark.parametrize("lengths", [[5, 7, 3], [1, 1, 1, 1], [0, 4, 0, 0, 3, 0], [9, *([1] * 40)], [9]])
+def test_documents_of_tokens(tmp_path: Path, lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the document of each token, one by one; documents without a token have none."""
+    monkeypatch.setattr(indexed, "_DOCUMENTS_READ", 3)
+    write_corpus(tmp_path / "a", lengths)
+    file = IndexedFile(str(tmp_path / "a"))
+    expected = np.repeat(np.arange(len(lengths)), lengths)
+    n = len(expected)
+    spans = [(0, n), (n - 1, 1)] + [(start, count) for start in range(min(n, 9)) for count in (1, 2, 7) if start + count <= n]
+    for start, count in spans:
+        assert file.documents_of(start, count).tolist() == expected[start : start + count].tolist()
+    for start, count in ((-1, 2), (n, 1), (0, n + 1)):
+        with pytest.raises(IndexError):
+            file.documents_of(start, count)

@@ -94,3 +94,13 @@ def test_close_ends_the_thread() -> None:
 def test_batch_that_cannot_be_divided() -> None:
     with pytest.raises(Refused, match="global_batch_size=6 can't be divided among 4"):
         loader(stream(), dp=4)
+
+
+def test_documents_come_only_when_asked_for() -> None:
+    source = stream()
+    with loader(source) as batches:
+        assert next(batches).documents is None
+    with Loader(source, dp=2, dp_rank=1, global_batch_size=6, start=12, prefetch=1, documents=True) as batches:
+        batch = next(batches)
+        assert np.array_equal(batch.documents, source.documents_of(source.ids(15, 3)))
+        assert batch.documents.shape == batch.tokens.shape and batch.documents.dtype == np.int32

@@ -54,3 +54,16 @@ def test_mock_and_files_are_refused_together() -> None:
 def test_less_than_one_batch_is_refused() -> None:
     with pytest.raises(Refused, match=r"50 samples .* train\.global_batch_size=51"):
         mock(train__global_batch_size=51)
+
+
+def test_made_up_documents() -> None:
+    """A pure function of seed and sample, some in each sample, and never between a token and the one that it decides."""
+    stream, other = mock(train__seq_len=64)[0], mock(train__seq_len=64, train__seed=8)[0]
+    ids = np.arange(50)
+    found = stream.documents_of(ids)
+    assert found.shape == (50, 65) and found.dtype == np.int32 and not found[:, 0].any()
+    assert np.array_equal(found[[31, 4]], stream.documents_of(np.array([31, 4])))
+    assert not np.array_equal(found, other.documents_of(ids))
+    steps = np.diff(found, axis=1)
+    assert set(np.unique(steps)) == {0, 1} and not steps[:, 0::2].any()
+    assert 3 < found[:, -1].mean() < 5

@@ -138,3 +138,28 @@ def test_samples_outside_of_a_source(tmp_path: Path) -> None:
     stream, _ = one(tmp_path, 3)
     with pytest.raises(IndexError, match="sample 3 of 3"):
         stream.read(np.array([3]))
+
+
+def test_documents_are_those_of_the_index(tmp_path: Path) -> None:
+    """Told from the boundaries in the file, in the samples of every source, and not from a token."""
+    lengths = [3, 11, 0, 1, 20, 2, 14]
+    write_corpus(tmp_path / "a", [4, *lengths], seed=1)
+    write_corpus(tmp_path / "b", [33], seed=2)
+    stream = build_streams(recipe([tmp_path / "a", tmp_path / "b"], train__global_batch_size=1))[0]
+    of = np.repeat(np.arange(len(lengths) + 1), [4, *lengths])
+    ids = np.array([0, 1, 2, 4, (1 << SAMPLE_BITS) + 2])
+    found = stream.documents_of(ids)
+    assert found.dtype == np.int32 and found.shape == (5, SEQ + 1)
+    for row, sample in zip(found, ids[:4]):
+        mine = of[sample * SEQ : sample * SEQ + SEQ + 1]
+        assert row.tolist() == [len(set(mine[: i + 1])) - 1 for i in range(SEQ + 1)]
+    assert not found[4].any()
+
+
+def test_documents_of_a_part_of_the_file(tmp_path: Path) -> None:
+    """The validation part begins in the middle of the file."""
+    write_corpus(tmp_path / "a", [40, 40, 12, 30, 5])
+    cfg = recipe([tmp_path / "a"], data__split="60,40", train__eval_interval=1, train__global_batch_size=1)
+    valid = build_streams(cfg)[1]
+    assert valid is not None and valid.sources[0].documents == (2, 5)  # type: ignore[attr-defined]
+    assert valid.documents_of(np.array([1])).tolist() == [[0] * 4 + [1] * 5]

@@ -68,7 +68,7 @@ def run_job(cfg: Config, hook: Callable[[], None] | None = None) -> tuple[int, s
     folder = Path(cfg.run.dir or ".")
     folder.mkdir(parents=True, exist_ok=True)
     p = cfg.parallel
-    world = p.tp * p.pp * (p.dp or 1)
+    world = p.tp * p.pp * p.cp * (p.dp or 1)
     store = tempfile.mktemp(prefix="megakit-job-") if world > 1 else None
     conns: dict[Any, int] = {}
     procs = []

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from megakit.config.schema import Config, ModelConfig
 from megakit.parallel.loss import IGNORE
-from tests.tiny import batch
+from tests.tiny import batch, documents_of
 
 
 def _wavelength(m: ModelConfig, pair: int, d: int) -> float:
@@ -46,8 +46,22 @@ def _rotate(x_BNSD: torch.Tensor, m: ModelConfig) -> torch.Tensor:
     return longer * (x_BNSD * angle.cos().to(x_BNSD) + half * angle.sin().to(x_BNSD))
 
 
-def logits(cfg: Config, w: dict[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
-    """tokens [B, S] -> [B, S, V]"""
+def _attention(q, k, v, documents: torch.Tensor | None) -> torch.Tensor:
+    """[B, N, S, D] -> [B, N, S, D]: of each document by itself, one sample after the other."""
+    if documents is not None:
+        samples = []
+        for i, row in enumerate(documents.tolist()):
+            ends = [at for at in range(1, len(row)) if row[at] != row[at - 1]]
+            spans = [slice(a, b) for a, b in zip([0, *ends], [*ends, len(row)])]
+            samples.append(torch.cat([_attention(*(t[i : i + 1, :, at] for t in (q, k, v)), None) for at in spans], 2))
+        return torch.cat(samples)
+    scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+    mask = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
+    return scores.masked_fill(mask, float("-inf")).softmax(-1) @ v
+
+
+def logits(cfg: Config, w: dict[str, torch.Tensor], tokens: torch.Tensor, documents: torch.Tensor | None = None) -> torch.Tensor:
+    """tokens and documents [B, S] -> [B, S, V]"""
     m = cfg.model
     d = m.hidden_size // m.num_attention_heads
 
@@ -69,9 +83,7 @@ def logits(cfg: Config, w: dict[str, torch.Tensor], tokens: torch.Tensor) -> tor
         k, v = (t.repeat_interleave(m.num_attention_heads // m.num_query_groups, 1) for t in (k, v))
         if m.position_embedding == "rope":
             q, k = _rotate(q, m), _rotate(k, m)
-        scores = q @ k.transpose(-1, -2) / d**0.5
-        mask = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).triu(1)
-        y = scores.masked_fill(mask, float("-inf")).softmax(-1) @ v
+        y = _attention(q, k, v, documents)
         x = x + linear(y.transpose(1, 2).flatten(2), f"{n}.attention.out")
         y = linear(norm(x, f"{n}.mlp_norm"), f"{n}.mlp.up")
         if m.activation == "swiglu":
@@ -100,9 +112,8 @@ def train(cfg: Config, start: dict[str, torch.Tensor], steps: int = 5, dtype=tor
     curve, first = [], {}
     for step in range(steps):
         tokens, labels = batch(cfg, step)
-        loss = F.cross_entropy(
-            logits(cfg, w, tokens).flatten(0, 1), labels.flatten(), ignore_index=IGNORE, label_smoothing=cfg.train.label_smoothing
-        )
+        out = logits(cfg, w, tokens, documents_of(cfg, step) if cfg.data.isolate_documents else None).flatten(0, 1)
+        loss = F.cross_entropy(out, labels.flatten(), ignore_index=IGNORE, label_smoothing=cfg.train.label_smoothing)
         adamw.zero_grad()
         loss.backward()
         first = first or {n: t.grad.clone() for n, t in w.items()}

@@ -13,7 +13,7 @@ from megakit.parallel.comm import Comm
 from megakit.parallel.grid import Grid, ParallelState
 from megakit.parallel.zero import Boxes
 from megakit.train.engine import Engine
-from tests.tiny import batch
+from tests.tiny import batch, documents_of
 
 _states: dict[Grid, ParallelState] = {}  # groups are made once per worker: making them takes longer than a test
 
@@ -30,8 +30,19 @@ def micro_batches(e: Engine, step: int) -> list[MicroBatch]:
     cfg = e.cfg
     n, size, dp = cfg.train.global_batch_size, cfg.train.micro_batch_size, e.state.size("dp")
     first = e.state.index("dp") * n // dp
-    tokens, labels = (t[first : first + n // dp] for t in batch(cfg, step))
-    return [MicroBatch(tokens[i : i + size].t(), labels[i : i + size].t(), step * n + first + i) for i in range(0, n // dp, size)]
+    tokens, labels, documents = (t[first : first + n // dp] for t in (*batch(cfg, step), documents_of(cfg, step)))
+    cp, rank, length = e.state.size("cp"), e.state.index("cp"), cfg.train.seq_len
+    chunk = length // (2 * cp)  # the first of its chunks from the start of the sequence, the second from its end
+    own = [*range(rank * chunk, (rank + 1) * chunk), *range(length - (rank + 1) * chunk, length - rank * chunk)]
+    return [
+        MicroBatch(
+            tokens[i : i + size, own].t(),
+            labels[i : i + size, own].t(),
+            step * n + first + i,
+            documents[i : i + size].t() if cfg.data.isolate_documents else None,
+        )
+        for i in range(0, n // dp, size)
+    ]
 
 
 @dataclass

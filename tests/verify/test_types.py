@@ -59,6 +59,11 @@ LAYOUTS = {
     "dropout, no sp": {"tp": 2, "model__hidden_dropout": 0.1, "model__attention_dropout": 0.1},
     "smoothing and z-loss": {"tp": 2, "train__label_smoothing": 0.1, "train__z_loss": 1e-4},
     "fp16": {**SP, "dp": 2, "zero": 1, "train__precision": "fp16"},
+    "cp": {"cp": 2, "tp": 2, "dp": 2},
+    "cp sp gathered": {**SP, "cp": 2, "pp": 2, "zero": 1, "dp": 2, "cp_comm_type": "all_gather"},
+    "cp documents": {"cp": 2, "data__isolate_documents": True, "recompute": "full"},
+    "cp dropout": {**SP, "cp": 2, "model__hidden_dropout": 0.1, "model__attention_dropout": 0.1, "recompute": "selective"},
+    "documents": {"tp": 2, "data__isolate_documents": True},
     "bf16": {**SP, "dp": 2, "zero": 1, "train__precision": "bf16"},
 }
 
