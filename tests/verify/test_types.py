@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import inspect
+import pkgutil
 
 import pytest
 
@@ -12,9 +15,10 @@ import torch
 import torch.nn.functional as F
 from spmd_types import R, S, rules
 
+import megakit
 from megakit.modeling import attention, decoder, mlp
 from megakit.parallel import loss, tensor
-from megakit.parallel.comm import Handle
+from megakit.parallel.comm import Comm, Handle
 from megakit.parallel.zero import FlatBuffers
 from megakit.train import engine
 from megakit.verify.rules import RULES
@@ -74,6 +78,27 @@ def test_the_engine_is_clean(family, layout):
     cfg = small(family, **LAYOUTS[layout])
     for rank in ranks(cfg):
         assert typecheck(cfg, rank) == []
+
+
+def test_every_autograd_function_has_a_rule():
+    for module in pkgutil.walk_packages(megakit.__path__, "megakit."):
+        importlib.import_module(module.name)
+    functions, left = set(), [torch.autograd.Function]
+    while left:
+        left += (found := left.pop().__subclasses__())
+        functions |= {f for f in found if f.__module__.startswith("megakit.")}
+    assert functions and not functions - set(RULES)
+
+
+def test_every_operation_on_tensors_has_a_type():
+    """Else it would pass the door unseen. A broadcast is part of no training step."""
+    takes_tensors = {
+        name
+        for name, method in vars(Comm).items()
+        if not name.startswith("_") and inspect.isfunction(method) and "torch.Tensor" in method.__annotations__.values()
+    }
+    assert {"all_reduce", "reduce_scatter", "send", "partial"} <= takes_tensors
+    assert takes_tensors - set(vars(TypedComm)) == {"broadcast"}
 
 
 # planted faults: each takes pytest's monkeypatch
