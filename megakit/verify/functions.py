@@ -26,8 +26,8 @@ from torch.autograd.function import FunctionCtx
 
 from megakit.verify.axes import Axes
 from megakit.verify.places import defined_at, raise_site
-from megakit.verify.rules import Rule
-from megakit.verify.typed_comm import fits, typed, word
+from megakit.verify.rules import Rule, group_of
+from megakit.verify.typed_comm import TypedComm, fits, typed, word
 
 
 class TypeFault(Exception):
@@ -88,8 +88,8 @@ def _in_place_of(function: Callable, method: Callable) -> staticmethod:
 class Instrument:
     """The wrappers around one function class."""
 
-    def __init__(self, cls: type, rule: Rule, trusted: bool, axes: Axes, names: Mapping[int, str]):
-        self.cls, self.rule, self.trusted, self.axes = cls, rule, trusted, axes
+    def __init__(self, cls: type, rule: Rule, trusted: bool, comm: TypedComm, names: Mapping[int, str]):
+        self.cls, self.rule, self.trusted, self.comm, self.axes = cls, rule, trusted, comm, comm.axes
         self.names = names
         """Of parameters, by id: to say which layer it is."""
         self._forward, self._backward = cls.forward, cls.backward  # type: ignore[attr-defined]
@@ -123,7 +123,7 @@ class Instrument:
         else:
             ctx.save_for_backward = save
             try:
-                with typed():
+                with typed(), self.comm.within(group_of(self.rule)):
                     out = self._forward(ctx, *args)
             except SpmdTypeError as e:
                 raise self.fault(e, "forward", ctx.layer) from e
@@ -156,7 +156,7 @@ class Instrument:
             if grad is not None:
                 set_local_type(grad, dual(types))
         try:
-            with typed():
+            with typed(), self.comm.within(group_of(self.rule)):
                 results = self._backward(_Typed(ctx), *grads)
         except SpmdTypeError as e:
             raise self.fault(e, "backward", ctx.layer) from e
@@ -178,13 +178,13 @@ def _types_of(result: Any) -> list[dict]:
 
 
 @contextmanager
-def instrumented(functions: Mapping[type, Rule], trusted: set[type], axes: Axes, names: Mapping[int, str]) -> Iterator[None]:
+def instrumented(functions: Mapping[type, Rule], trusted: set[type], comm: TypedComm, names: Mapping[int, str]) -> Iterator[None]:
     """Autograd functions follow types, until the end of the block."""
     absent = object()
     undo: list[Callable[[], None]] = []
     try:
         for cls, rule in functions.items():
-            for name, member in Instrument(cls, rule, cls in trusted, axes, names).members().items():
+            for name, member in Instrument(cls, rule, cls in trusted, comm, names).members().items():
                 old = cls.__dict__.get(name, absent)
                 undo.append(
                     functools.partial(delattr, cls, name) if old is absent else functools.partial(setattr, cls, name, old)

@@ -22,6 +22,23 @@ Type = Any
 """A tensor or an `NdimWithSpmdType`: what the rules take and give."""
 
 
+Rule = Callable[..., Type]
+
+
+def communicates_over(group: str) -> Callable[[Rule], Rule]:
+    """The function's body and backward may use that group, and no other; without this mark none."""
+
+    def mark(rule: Rule) -> Rule:
+        rule.group = group  # type: ignore[attr-defined]
+        return rule
+
+    return mark
+
+
+def group_of(rule: Rule) -> str | None:
+    return getattr(rule, "group", None)
+
+
 def _over(x: Type, comm: Any, group: str, step: Callable[[Type, Any], Type]) -> Type:
     """`step` for each axis that the group spans."""
     for axis in comm.axes.of(group):
@@ -44,6 +61,7 @@ def _leave(y: Type, region: Region) -> Type:
     return _over(y, region.comm, "tp", lambda t, a: rules.all_reduce(t, a, src=P, dst=I))
 
 
+@communicates_over("tp")
 def linear(*, x: Type, weight: Type, bias: Type | None, region: Region, kind: str) -> Type:
     y = rules.einsum("sbi,oi->sbo", _enter(x, region) if kind == "column" else x, weight)
     if bias is not None and kind == "row":  # a part of the sum on every rank: counted tp times
@@ -53,14 +71,17 @@ def linear(*, x: Type, weight: Type, bias: Type | None, region: Region, kind: st
     return _leave(y, region) if kind == "row" else y
 
 
+@communicates_over("tp")
 def embedding(*, weight: Type, ids_SB: Type, region: Region) -> Type:
     return _leave(rules.einsum("sb,vh->sbh", ids_SB, weight), region)
 
 
+@communicates_over("tp")
 def cross_entropy(*, logits_SBV: Type, labels_SB: Type, comm: Comm) -> Type:
     return _over(rules.einsum("sbv,sb->", logits_SBV, labels_SB), comm, "tp", lambda t, a: rules.all_reduce(t, a, src=V, dst=I))
 
 
+@communicates_over("cp")
 def context_attention(*, q: Type, k: Type, v: Type, ex: Exchange) -> Type:
     """Each rank's queries have their own part of the result; over cp nothing is summed."""
     for t in (q, k, v):
@@ -72,8 +93,6 @@ def context_attention(*, q: Type, k: Type, v: Type, ex: Exchange) -> Type:
 def elementwise(*, x: Type) -> Type:
     return rules.einsum("...->...", x, linear_in=(0,))
 
-
-Rule = Callable[..., Type]
 
 RULES: dict[type[torch.autograd.Function], Rule] = {
     _Linear: linear,

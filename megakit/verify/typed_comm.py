@@ -67,6 +67,7 @@ class TypedComm(FakeComm):
         super().__init__(state)
         self.axes = axes
         self.ledger: Ledger | None = None
+        self._within: tuple[str | None] | None = None
         self.close: Callable[[], None] = lambda: None
         """Called when the optimizer begins."""
 
@@ -75,6 +76,15 @@ class TypedComm(FakeComm):
 
     def varying(self, x: torch.Tensor, axis: str) -> torch.Tensor:
         return self._declare(x, axis, R, V)
+
+    @contextmanager
+    def within(self, group: str | None) -> Iterator[None]:
+        """A function's body: it communicates over that group only."""
+        before, self._within = self._within, (group,)
+        try:
+            yield
+        finally:
+            self._within = before
 
     def _declare(self, x: torch.Tensor, axis: str, source: Any, to: Any) -> torch.Tensor:
         if spmd.is_type_checking():
@@ -132,6 +142,8 @@ class TypedComm(FakeComm):
         if self.ledger and self.ledger.holds(x):
             self.ledger.collective(op, axis, x, out, self.index(axis) if op == "reduce_scatter" else 0, call_site())
         elif spmd.is_type_checking():
+            if self._within and self._within[0] != axis:
+                raise SpmdTypeError(f"{op} over {axis} in a function whose rule communicates over {self._within[0] or 'nothing'}")
             self._check_gradient_path(op, axis, x)
             set_local_type(out, self._result(op, axis, before))
 

@@ -86,7 +86,7 @@ class _Check:
         fault: list[str] = []
         try:
             with (
-                instrumented(rules, TRUSTED, self.axes, self.names),
+                instrumented(rules, TRUSTED, self.comm, self.names),
                 spmd.set_current_mesh({self.axes.name(a): a for a in self.axes.mesh}),
                 type_mode(),
                 spmd.no_typecheck(),

@@ -21,7 +21,7 @@ from megakit.parallel import loss, tensor
 from megakit.parallel.comm import Comm, Handle
 from megakit.parallel.zero import FlatBuffers
 from megakit.train import engine
-from megakit.verify.rules import RULES
+from megakit.verify.rules import RULES, communicates_over
 from megakit.verify.typed_comm import TypedComm
 from megakit.verify.types import typecheck
 from tests.tiny import tiny
@@ -159,6 +159,7 @@ class Gather(torch.autograd.Function):
         return ctx.comm.reduce_scatter(ctx.comm.partial(parts, "tp"), "tp").wait()[0], None
 
 
+@communicates_over("tp")
 def gather_rule(*, z, comm):
     for axis in comm.axes.of("tp"):
         z = rules.all_gather(z, axis, src=S(-1), dst=R)
@@ -244,6 +245,25 @@ def without(group):
     return plant
 
 
+def over_dp_only(patch):
+    """The gradients of the parts of a sequence are left out."""
+    patch.setattr(
+        FlatBuffers, "_reduce", lambda self, bucket: setattr(bucket, "reduction", self.comm.all_reduce(bucket.whole, "dp"))
+    )
+
+
+def another_group(op, group, instead):
+    """That operation over one group goes over another."""
+
+    def plant(patch):
+        original = getattr(TypedComm, op)
+        patch.setattr(
+            TypedComm, op, lambda self, x, axis, *a, **k: original(self, x, instead if axis == group else axis, *a, **k)
+        )
+
+    return plant
+
+
 TIED = {"pp": 2, "model__tie_embeddings": True}
 ZERO = {"dp": 2, "zero": 1}
 HYBRID = {"dp": 4, "zero": 1, "zero_group": 2}
@@ -265,6 +285,18 @@ FAULTS = {
     "dp sum doubled, ZeRO 2": ({"dp": 2, "zero": 2}, zero_2_reduction(2), ("mlp.up.weight", "over dp", "reduced twice")),
     "no sum over replicas of shards": (HYBRID, without("dp_replicate"), ("mlp.up.weight", "partial over dp (dp_replicate)")),
     "new weights not gathered": (ZERO, without("dp_shard"), ("mlp.up.weight", "after the step", "varying over dp")),
+    "sum over dp, not cp": ({"dp": 2, "cp": 2}, over_dp_only, ("mlp.up.weight", "partial over cp", "missing")),
+    "keys' gradients over dp": (
+        {"dp": 2, "cp": 2, "cp_comm_type": "all_gather"},
+        another_group("reduce_scatter", "cp", "dp"),
+        ("Gathered.backward", "reduce_scatter over dp", "over cp"),
+    ),
+    "keys gathered over dp": (
+        {"dp": 2, "cp": 2, "cp_comm_type": "all_gather"},
+        another_group("all_gather", "cp", "dp"),
+        ("Gathered.forward", "all_gather over dp", "over cp"),
+    ),
+    "ring over tp": ({"tp": 2, "cp": 2}, another_group("shift", "cp", "tp"), ("Ring.forward", "shift over tp", "over cp")),
     "column gradient not reduced": (
         {"tp": 2},
         region("enter_backward", unreduced_input_gradient),
@@ -288,7 +320,7 @@ FAULTS = {
     "column gradient over the wrong group": (
         {**SP, "dp": 2},
         region("enter_backward", input_gradient_over_dp),
-        ("Linear.backward", "over dp", "should be varying"),
+        ("Linear.backward", "all_reduce over dp", "communicates over tp"),
     ),
     "row output not reduced": ({"tp": 2}, region("leave", unreduced_output), ("Embedding.forward", "partial over tp")),
     "bias before the reduction": (
