@@ -75,7 +75,7 @@ RANGES: dict[str, Range] = {
     "parallel.pp": COUNT,
     "parallel.cp": COUNT,
     "parallel.dp": COUNT,
-    "parallel.zero": Range(0, 2),
+    "parallel.zero": Range(0, 3),
     "parallel.zero_group": COUNT,
     "parallel.virtual_stages": COUNT,
     "parallel.layers_per_stage": COUNT,
@@ -138,6 +138,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "parallel.schedule": ("1f1b", "gpipe", "interleaved_1f1b", "zb_h1", "zb_v"),
     "parallel.stage_balance": ("layers", "cost"),
     "parallel.cp_comm_type": ("p2p", "all_gather"),
+    "parallel.zero3_reduce": ("step", "microbatch"),
     "parallel.recompute": ("none", "selective", "full"),
     "train.precision": ("bf16", "fp16", "fp32"),
     "optim.schedule": ("cosine", "linear", "constant", "wsd"),
@@ -155,7 +156,6 @@ def _words(*words: Any) -> Callable[[Any], bool]:
 
 NOT_BUILT: dict[str, tuple[Callable[[Any], bool], str]] = {
     "parallel.schedule": (_words("dualpipe"), "zb_v"),
-    "parallel.zero": (_words(3), "2"),
     "train.precision": (_words("fp8"), "bf16, fp16 or fp32"),
     "ops.backend": (_words("te", "transformer_engine", "apex", "triton", "cuda"), "torch"),
     "checkpoint.async": (bool, "false"),

@@ -7,7 +7,7 @@ from dataclasses import fields
 
 from megakit.config.keys import show
 from megakit.config.ranges import check_each
-from megakit.config.schema import Config, ModelConfig, OptimConfig
+from megakit.config.schema import Config, ModelConfig, OptimConfig, ParallelConfig
 from megakit.config.typed import replace
 from megakit.errors import Refused
 
@@ -198,6 +198,13 @@ def _check_pipeline(cfg: Config) -> None:
 
 def _check_zero(cfg: Config) -> None:
     p = cfg.parallel
+    if p.zero == 3:
+        _check_fully_sharded(p)
+    elif p.zero3_reduce != "step":
+        raise Refused(
+            f"parallel.zero3_reduce = {p.zero3_reduce} changes nothing with parallel.zero = {p.zero}: leave it out, or use"
+            " parallel.zero=3"
+        )
     if p.zero_group is None:
         return
     if p.zero == 0:
@@ -235,6 +242,19 @@ def _check_context_parallel(cfg: Config) -> None:
         raise Refused(
             f"train.seq_len = {seq_len} is not divisible by the two chunks of each of parallel.cp = {p.cp} ranks{tp},"
             f" {unit}: use train.seq_len={_near(seq_len, unit)}, or cp {_listed(valid)}"
+        )
+
+
+def _check_fully_sharded(p: ParallelConfig) -> None:
+    if p.pp > 1:
+        raise Refused(
+            f"parallel.zero = 3 and parallel.pp = {p.pp}: a pipeline would gather each layer's weights twice per micro-batch;"
+            " use parallel.zero=1 or 2, or parallel.pp=1"
+        )
+    if p.bucket_size != ParallelConfig().bucket_size:
+        raise Refused(
+            f"parallel.bucket_size = {p.bucket_size} changes nothing with parallel.zero = 3, which reduces layer by layer: leave"
+            " it out, or use parallel.zero=2"
         )
 
 

@@ -113,7 +113,7 @@ def _train(cfg: Config, grid: dict[str, int]) -> dict[str, Any]:
         "optim.warmup_steps": min(o.warmup_steps, 1) if steps > 2 else 0,
         "optim.decay_steps": None if o.decay_steps is None else max(2, steps - 1) if stops_early else steps + 1,
         "optim.wsd_decay_steps": None if o.wsd_decay_steps is None else 1,
-        "parallel.bucket_size": min(cfg.parallel.bucket_size, BUCKET_SIZE),
+        **({} if cfg.parallel.zero == 3 else {"parallel.bucket_size": min(cfg.parallel.bucket_size, BUCKET_SIZE)}),
     }
 
 

@@ -154,6 +154,15 @@ def stage_params(cfg: Config, stage: StageLayout, tp: int, tp_rank: int) -> dict
     return out
 
 
+def units(params: dict[str, ParamSpec]) -> list[list[ParamSpec]]:
+    """The parameters of a stage as ZeRO 3 gathers them: those in no layer first, then each layer's."""
+    out: dict[str, list[ParamSpec]] = {"": []}
+    for name, spec in params.items():
+        layer = name.split(".")[1] if name.startswith("layers.") else ""
+        out.setdefault(layer, []).append(spec)
+    return list(out.values())
+
+
 def context_length(m: ModelConfig) -> int:
     """Positions that the model is meant for, RoPE scaling included. `linear` stretches max_position_embeddings itself, as
     in Hugging Face's configurations; yarn the original context; llama3 states the stretched one."""

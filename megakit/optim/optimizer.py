@@ -17,6 +17,7 @@ from torch import nn
 
 from megakit.config.schema import OptimConfig
 from megakit.parallel.comm import Comm
+from megakit.parallel.fsdp import FullyShardedBuffers
 from megakit.parallel.zero import Boxes, FlatBuffers, Shard, boxes_of
 
 
@@ -41,7 +42,7 @@ class StepResult:
 class Optimizer:
     """AdamW (Loshchilov & Hutter 2019) as torch computes it, one parameter per shard."""
 
-    def __init__(self, buffers: FlatBuffers, comm: Comm, cfg: OptimConfig):
+    def __init__(self, buffers: FlatBuffers | FullyShardedBuffers, comm: Comm, cfg: OptimConfig):
         self.buffers, self.comm, self.clip = buffers, comm, cfg.clip_grad
         self.exp_avg: dict[Shard, torch.Tensor] = {}
         self.exp_avg_sq: dict[Shard, torch.Tensor] = {}

@@ -77,6 +77,15 @@ class ShardSpec:
         """Elements of the local tensor, padding included."""
         return math.prod(self.local)
 
+    def row_share(self, n: int) -> int:
+        """Elements of each of `n` equal cuts of the local tensor by rows, the last ones padded."""
+        return math.ceil(self.local[0] / n) * math.prod(self.local[1:])
+
+    def row_cut(self, index: int, n: int) -> tuple[int, int]:
+        """The flat range of the local tensor in cut `index`; empty where there are no rows left."""
+        per = self.row_share(n)
+        return min(index * per, self.numel), min((index + 1) * per, self.numel)
+
     def pieces(self, lo: int = 0, hi: int | None = None) -> list[Piece]:
         """The flat range [lo, hi) of the local tensor as blocks of the global one, padding left out."""
         hi = self.numel if hi is None else hi

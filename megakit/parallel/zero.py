@@ -303,8 +303,9 @@ class FlatBuffers:
             bucket.gather.wait()
             bucket.gather = None
 
-    def await_weights(self, module: nn.Module) -> None:
-        """Make each part of the module wait for its own new weights when it is used: the others still travel."""
+    def attach(self, module: nn.Module, parts: Iterable[nn.Module] = ()) -> None:
+        """Make each part of a module that was built from `parameters` wait for its own new weights when it is used: the
+        others still travel. `parts` are no matter here."""
         for part in module.modules():
             params = list(part.parameters(recurse=False))
             if params:
@@ -315,13 +316,18 @@ class FlatBuffers:
     @torch.no_grad()
     def initialize(self, source: Source) -> None:
         """Fill the masters from a source, and the parameters from the masters."""
-        for shard in self.shards:
-            for part in shard.parts:
-                for piece in part.spec.shard.pieces(part.lo, part.hi):
-                    at = part.first + piece.offset
-                    values = source.read(part.spec.name, piece.start, piece.size)
-                    shard.master[at : at + values.numel()] = values.flatten().to(shard.master)
+        fill(self.shards, source)
         self.publish()
+
+
+def fill(shards: Iterable[Shard], source: Source) -> None:
+    """Masters from a source; call it without gradients."""
+    for shard in shards:
+        for part in shard.parts:
+            for piece in part.spec.shard.pieces(part.lo, part.hi):
+                at = part.first + piece.offset
+                values = source.read(part.spec.name, piece.start, piece.size)
+                shard.master[at : at + values.numel()] = values.flatten().to(shard.master)
 
 
 def boxes_of(kind: str, flat: dict[Shard, torch.Tensor], owned: bool) -> Boxes:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from megakit.config import rules
 from megakit.config.schema import Config, ModelConfig
-from megakit.modeling.layout import StageLayout, context_length, parameter_count, rank_stages, stage_params
+from megakit.modeling.layout import StageLayout, context_length, parameter_count, rank_stages, stage_params, units
 from megakit.parallel.grid import Grid
 from megakit.parallel.pipeline import generators, schedule
 from megakit.parallel.shard import ShardSpec
@@ -24,6 +24,8 @@ GRADIENT_BYTES = 4
 """Gradients are accumulated in fp32."""
 OPTIMIZER_BYTES = {"bf16": 12, "fp16": 12, "fp32": 8}
 """Two fp32 moments, and a fp32 master where the weights aren't fp32 themselves."""
+FULLY_SHARDED_BYTES = 12
+"""Under ZeRO 3: the fp32 weights, which are the masters, and two fp32 moments."""
 HARDWARE = (
     "gpu_memory_gib",
     "peak_bf16_tflops",
@@ -121,7 +123,7 @@ def make_plan(cfg: Config, world: int | None = None) -> Plan:
     cfg = rules.resolve(cfg, asked)
     p, t = cfg.parallel, cfg.train
     grid = Grid(p.dp or 1, p.pp, p.cp, p.tp, p.zero_group)
-    micro_batches = t.global_batch_size // (t.micro_batch_size * grid.dp)
+    micro_batches = _micro_batches(cfg, grid)
     table = generators.make(p.schedule, p.pp, micro_batches, p.virtual_stages)
     schedule.check(table)
     held = table.held()
@@ -169,7 +171,7 @@ def stage_plan(cfg: Config, grid: Grid, rank: int, in_flight: int) -> StagePlan:
     padding = grid.tp * elements - sum(
         math.prod(box.size) for r in range(grid.tp) for shard in _shards(cfg, layouts, grid.tp, r) for box in shard.boxes
     )
-    share, zero = math.ceil(elements / grid.size("dp_shard")), cfg.parallel.zero
+    weights, gradients, optimizer = _state_bytes(cfg, grid, layouts, elements)
     first = [grid.rank(dp=d, pp=rank) for d in range(grid.dp)]
     return StagePlan(
         index=rank,
@@ -180,11 +182,39 @@ def stage_plan(cfg: Config, grid: Grid, rank: int, in_flight: int) -> StagePlan:
         head=any(layout.last for layout in layouts),
         parameters=elements,
         padding=padding,
-        weight_bytes=elements * WEIGHT_BYTES[cfg.train.precision],
-        gradient_bytes=(share if zero >= 2 else elements) * GRADIENT_BYTES,
-        optimizer_bytes=(share if zero >= 1 else elements) * OPTIMIZER_BYTES[cfg.train.precision],
+        weight_bytes=weights,
+        gradient_bytes=gradients,
+        optimizer_bytes=optimizer,
         in_flight=in_flight,
     )
+
+
+def _state_bytes(cfg: Config, grid: Grid, layouts: list[StageLayout], elements: int) -> tuple[int, int, int]:
+    """Of weights, gradients and optimizer states of one rank with so many elements of parameters."""
+    zero, ranks = cfg.parallel.zero, grid.size("dp_shard")
+    width, states = WEIGHT_BYTES[cfg.train.precision], OPTIMIZER_BYTES[cfg.train.precision]
+    if not _fully_sharded(cfg, grid):
+        share = math.ceil(elements / ranks)
+        gradients = share if zero >= 2 else elements
+        return elements * width, gradients * GRADIENT_BYTES, (share if zero >= 1 else elements) * states
+    shares = [sum(p.shard.row_share(ranks) for p in unit) for unit in units(stage_params(cfg, layouts[0], grid.tp, 0))]
+    # the embedding and the head, and two layers: the one at work and the next
+    gathered = (shares[0] + sum(sorted(shares[1:])[-2:])) * ranks
+    gradients = elements if _accumulates_whole(cfg, grid) else sum(shares)
+    return gathered * width, gradients * GRADIENT_BYTES, sum(shares) * FULLY_SHARDED_BYTES
+
+
+def _fully_sharded(cfg: Config, grid: Grid) -> bool:
+    return cfg.parallel.zero == 3 and grid.size("dp_shard") > 1
+
+
+def _accumulates_whole(cfg: Config, grid: Grid) -> bool:
+    """Gradients are unsharded until the last micro-batch of a step."""
+    return cfg.parallel.zero3_reduce == "step" and _micro_batches(cfg, grid) > 1
+
+
+def _micro_batches(cfg: Config, grid: Grid) -> int:
+    return cfg.train.global_batch_size // (cfg.train.micro_batch_size * grid.dp)
 
 
 def _shards(cfg: Config, layouts: list[StageLayout], tp: int, tp_rank: int) -> list[ShardSpec]:
@@ -212,8 +242,16 @@ def _formula(cfg: Config, grid: Grid) -> str:
     optimizer, zero = OPTIMIZER_BYTES[cfg.train.precision], cfg.parallel.zero
     divided = f" / {'dp' if cfg.parallel.zero_group is None else 'zero_group'} {grid.size('dp_shard')}"
     states = "fp32 master and two moments" if optimizer == 12 else "two fp32 moments"
+    width, precision = WEIGHT_BYTES[cfg.train.precision], cfg.train.precision
+    if _fully_sharded(cfg, grid):
+        whole = _accumulates_whole(cfg, grid)
+        return (
+            f"per parameter: {width} B {precision} weight of the embedding, the head and two layers + {GRADIENT_BYTES} B fp32"
+            f" gradient{' (whole until the last micro-batch)' if whole else divided} + {FULLY_SHARDED_BYTES} B fp32 weight and"
+            f" two moments{divided} (ZeRO 3)"
+        )
     return (
-        f"per parameter: {WEIGHT_BYTES[cfg.train.precision]} B {cfg.train.precision} weight + {GRADIENT_BYTES} B fp32 gradient"
+        f"per parameter: {width} B {precision} weight + {GRADIENT_BYTES} B fp32 gradient"
         f"{divided if zero >= 2 else ''} + {optimizer} B {states}{divided if zero >= 1 else ''} (ZeRO {zero})"
     )
 
@@ -232,7 +270,7 @@ def _notes(cfg: Config, grid: Grid, stages: list[StagePlan], open_world: bool) -
             f"the run ends in its warm-up: optim.warmup_steps = {cfg.optim.warmup_steps}, steps = {rules.total_steps(cfg)};"
             f" optim.lr = {cfg.optim.lr:g} is not passed"
         )
-    micro_batches = t.global_batch_size // (t.micro_batch_size * grid.dp)
+    micro_batches = _micro_batches(cfg, grid)
     if open_world:
         notes.append(
             f"parallel.dp is null and cluster.gpus_per_node unknown: planned for dp {grid.dp}; a run takes all ranks there are"
@@ -241,6 +279,11 @@ def _notes(cfg: Config, grid: Grid, stages: list[StagePlan], open_world: bool) -
         notes.append(
             f"{micro_batches} micro-batches starve {grid.pp} pipeline stages: use train.global_batch_size >="
             f" {grid.pp * t.micro_batch_size * grid.dp}"
+        )
+    if _fully_sharded(cfg, grid) and _accumulates_whole(cfg, grid):
+        notes.append(
+            f"gradients accumulate unsharded over {micro_batches} micro-batches, {stages[0].gradient_bytes / GIB:.1f} GiB: with"
+            f" parallel.zero3_reduce=microbatch they are sharded, and reduced {micro_batches} times per step"
         )
     if t.seq_len > context_length(cfg.model):
         notes.append(_beyond_context(cfg.model, t.seq_len))

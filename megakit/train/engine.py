@@ -18,11 +18,13 @@ from megakit.optim.optimizer import Optimizer, StepResult
 from megakit.parallel import context
 from megakit.parallel.comm import Comm
 from megakit.parallel.deferred import DeferredGrads
+from megakit.parallel.fsdp import FullyShardedBuffers
 from megakit.parallel.grid import ParallelState
 from megakit.parallel.loss import IGNORE
 from megakit.parallel.pipeline import generators, schedule
 from megakit.parallel.pipeline.executor import Executor
 from megakit.parallel.pipeline.schedule import Program
+from megakit.parallel.shard import ParamSpec
 from megakit.parallel.tensor import Region
 from megakit.parallel.weights import RandomSource, Source
 from megakit.parallel.zero import Boxes, FlatBuffers
@@ -41,24 +43,28 @@ class Engine:
         layouts = rank_stages(cfg, state.index("pp"))
         chunks = [stage_params(cfg, layout, tp, state.index("tp")) for layout in layouts]
         self.specs = {name: spec for chunk in chunks for name, spec in chunk.items()}
-        self.buffers = FlatBuffers(
-            chunks,
-            comm,
-            level=cfg.parallel.zero,
-            dtype=PRECISION[cfg.train.precision],
-            device=state.device,
-            bucket_size=cfg.parallel.bucket_size,
-        )
-        self.region.sink = self._deferred = DeferredGrads(self.buffers)
+        self.buffers = self._buffers(chunks)
+        self._deferred = DeferredGrads(self.buffers) if isinstance(self.buffers, FlatBuffers) else None
+        self.region.sink = self._deferred
         self.stages = [Stage(cfg, layout, self.buffers.parameters, self.region) for layout in layouts]
         for stage in self.stages:
-            self.buffers.await_weights(stage)
+            self.buffers.attach(stage, stage.blocks)
         self.optimizer = Optimizer(self.buffers, comm, cfg.optim)
         scaled = cfg.train.precision == "fp16"
         self.loss_scale = LossScale(cfg.optim, cfg.train.micro_batch_size * cfg.train.seq_len) if scaled else None
         self._programs: dict[tuple[int, bool], Program] = {}
         # one rank of each part of a replica's sequence answers for its loss and tokens
         self._counted = state.index("tp") == 0 and any(layout.last for layout in layouts)
+
+    def _buffers(self, chunks: list[dict[str, ParamSpec]]) -> FlatBuffers | FullyShardedBuffers:
+        cfg, device = self.cfg, self.state.device
+        dtype = PRECISION[cfg.train.precision]
+        if cfg.parallel.zero == 3 and self.state.size("dp_shard") > 1:
+            (specs,) = chunks
+            each = cfg.parallel.zero3_reduce == "microbatch"
+            return FullyShardedBuffers(specs, self.comm, dtype=dtype, device=device, reduce_each=each)
+        size, level = cfg.parallel.bucket_size, cfg.parallel.zero
+        return FlatBuffers(chunks, self.comm, level=level, dtype=dtype, device=device, bucket_size=size)
 
     def initialize(self, source: Source | None = None) -> None:
         """Initial weights: from `source`, or random ones that don't depend on the grid."""

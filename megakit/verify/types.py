@@ -23,6 +23,7 @@ from megakit.config.schema import Config
 from megakit.modeling.decoder import MicroBatch, Stage
 from megakit.modeling.layout import stage_params
 from megakit.parallel.grid import ParallelState
+from megakit.parallel.zero import FlatBuffers
 from megakit.train.engine import Engine
 from megakit.verify.axes import Axes
 from megakit.verify.functions import TypeFault, dual, instrumented, mismatch
@@ -52,7 +53,10 @@ class _Check:
 
     def __init__(self, engine: Engine):
         assert isinstance(engine.comm, TypedComm)
+        if not isinstance(engine.buffers, FlatBuffers):
+            raise NotImplementedError("types with parallel.zero=3")
         self.engine, self.comm, self.axes = engine, engine.comm, engine.comm.axes
+        self.buffers = engine.buffers
         self.sequence = V if engine.region.sequence_parallel else I
         self.names = {id(p): name for name, p in engine.buffers.parameters.items()}
         self.ledger = Ledger(self.axes)
@@ -100,14 +104,14 @@ class _Check:
 
     def _watch(self) -> None:
         """The engine's door, buffers and stages tell this check what passes. It is of no other use afterwards."""
-        buffers = self.engine.buffers
+        buffers = self.buffers
         self.comm.ledger, self.comm.close = self.ledger, self._optimizer_begins
         buffers.add = partial(self._contribution, buffers.add)  # type: ignore[method-assign]
         for stage in self.engine.stages:
             stage.forward = partial(self._forward, stage, stage.forward)  # type: ignore[method-assign]
 
     def _optimizer_begins(self) -> None:
-        buffers = self.engine.buffers
+        buffers = self.buffers
         if not self.ledger.closed:
             self.ledger.close((shard.grad for shard in buffers.shards), "dp_shard" if buffers.level else None)
 

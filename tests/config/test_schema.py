@@ -31,7 +31,7 @@ def test_every_key_is_documented(key: keys.Key):
     for word in CHOICES.get(key.name, ()):
         assert word in key.doc, f"{word} is not in the doc of {key.name}"
     if key.name in NOT_BUILT:
-        assert "built" in key.doc or key.name in ("parallel.zero", "train.precision", "ops.backend")
+        assert "built" in key.doc or key.name in ("parallel.schedule", "train.precision", "ops.backend")
 
 
 @pytest.mark.parametrize("key", KEYS, ids=lambda k: k.name)
@@ -72,10 +72,6 @@ def test_words_not_in_the_list_are_refused(name: str):
 @pytest.mark.parametrize(
     ("override", "instead"),
     [
-        ("parallel.virtual_stages=2", "1"),
-        ("parallel.schedule=zb_h1", "1f1b"),
-        ("parallel.zero=2", "1"),
-        ("parallel.zero=3", "1"),
         ("train.precision=fp8", "bf16, fp16 or fp32"),
         ("ops.backend=te", "torch"),
         ("checkpoint.async=true", "false"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -106,6 +107,53 @@ def test_bytes_by_zero_stage_and_precision(precision: str, zero: int, weight: in
     n = stage.parameters
     assert (stage.weight_bytes, stage.gradient_bytes) == (weight * n, 4 * n)
     assert stage.optimizer_bytes == pytest.approx(optimizer * n, abs=12)  # a share is rounded up to whole elements
+
+
+def gathered(cfg: Config) -> tuple[int, int, int]:
+    """On one rank under ZeRO 3, of one step: bytes of the largest gathers of the root and of two layers; of the gradients
+    that are held when the last backward pass begins; of masters and moments."""
+    from tests.train.parity import engine, micro_batches
+
+    e = engine(cfg)
+    e.initialize()
+    held: list[int] = []
+    (stage,) = e.stages
+    stage.register_forward_hook(lambda *_: held.append(_gradient_bytes(stage)))
+    e.train_step(micro_batches(e, 0), 0.01)
+    width = 4 if cfg.train.precision == "fp32" else 2
+    root, *layers = (width * r.shape[0] for r in e.comm.records if (r.op, r.group) == ("all_gather", "dp_shard"))
+    states = [*(s.master for s in e.buffers.shards), *e.optimizer.exp_avg.values(), *e.optimizer.exp_avg_sq.values()]
+    return root + 2 * max(layers[: len(stage.blocks)]), held[-1], sum(t.nbytes for t in states)
+
+
+def _gradient_bytes(stage: Any) -> int:
+    """Gradients that torch's fully_shard holds, whole or sharded."""
+    params = [
+        p for m in stage.modules() if hasattr(m, "_get_fsdp_state") for p in m._get_fsdp_state()._fsdp_param_group.fsdp_params
+    ]
+    grads = [p.unsharded_accumulated_grad for p in params] + [p._unsharded_param.grad for p in params]
+    shards = [p.sharded_param.grad.to_local() for p in params if p.sharded_param.grad is not None]
+    return sum(g.nbytes for g in (*grads, *shards) if g is not None)
+
+
+@pytest.mark.parametrize("reduce", ["step", "microbatch"])
+def test_planned_bytes_of_zero_3_are_those_of_the_real_tensors(pools, reduce: str):
+    cfg = tiny(
+        "parallel.zero=3", "parallel.dp=2", "train.precision=bf16", "model.vocab_size=128", f"parallel.zero3_reduce={reduce}"
+    )
+    (stage,) = make_plan(cfg).stages
+    for real in pools(2).run(gathered, cfg):
+        assert real == (stage.weight_bytes, stage.gradient_bytes, stage.optimizer_bytes)
+
+
+def test_zero_3_of_one_micro_batch_has_no_whole_gradient():
+    one = ["parallel.zero=3", "parallel.dp=4", "train.global_batch_size=8", "model.vocab_size=128"]
+    plan = make_plan(tiny(*one))
+    assert plan.stages[0].gradient_bytes == plan.stages[0].parameters and not any("unsharded" in n for n in plan.notes)
+    (more,) = (n for n in make_plan(tiny(*one, "train.global_batch_size=16")).notes if "unsharded" in n)
+    assert "2 micro-batches" in more and "parallel.zero3_reduce=microbatch" in more
+    alone = make_plan(tiny("parallel.zero=3", "parallel.dp=1")).stages[0]
+    assert alone.state_bytes == make_plan(tiny("parallel.zero=0", "parallel.dp=1")).stages[0].state_bytes
 
 
 def test_padding_of_the_vocabulary_is_counted_and_told():
