@@ -22,6 +22,7 @@ LAYOUTS = {
     "dp2": {"dp": 2},
     "dp2-tp2-sp": {"dp": 2, "tp": 2, "sequence_parallel": True},
     "dp4-group2": {"dp": 4, "zero_group": 2},
+    "cp2": {"dp": 1, "cp": 2},
 }
 UNEVEN = {
     "model__hidden_size": 35,
@@ -54,12 +55,13 @@ def reference(request, pools):
         ("dp4-group2", "selective", "step"),
         ("dp2", "full", "microbatch"),
         ("dp4-group2", "none", "microbatch"),
+        ("cp2", "none", "step"),
     ],
 )
 def test_layout_equals_one_process(pools, reference, layout, recompute, reduce):
     family, start, curve = reference
     cfg = sharded(family, recompute=recompute, zero3_reduce=reduce, **LAYOUTS[layout])
-    results = pools(cfg.parallel.dp * cfg.parallel.tp).run(train, cfg)
+    results = pools(cfg.parallel.dp * cfg.parallel.cp * cfg.parallel.tp).run(train, cfg)
     assert all(r.curve == results[0].curve for r in results), "ranks disagree"
     assert worst(results[0].curve, curve) < TOLERANCE
     begin = masters([r.before for r in results])
@@ -155,11 +157,11 @@ def wrong_number_of_microbatches():
     e.initialize()
     batches = micro_batches(e, 0)
     e.buffers.begin(3)
-    e._executor(1).run(e._program(2), batches)
+    e._executor(batches).run(e._program(2), batches)
     with pytest.raises(RuntimeError, match="contributions are missing: 1 micro-batches were not run"):
         e.buffers.finish()
     with pytest.raises(RuntimeError, match="more micro-batches than were announced"):
-        e._executor(1).run(e._program(2), batches)
+        e._executor(batches).run(e._program(2), batches)
 
 
 def test_a_wrong_number_of_microbatches_raises(pools):
