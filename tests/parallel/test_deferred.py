@@ -70,7 +70,8 @@ def left_over():
     with e._deferred.until("nobody"):
         e._deferred.add(e.buffers.parameters["final_norm.weight"], lambda total: None)
     with pytest.raises(RuntimeError, match=r"left over at the end of the pipeline's row: \['nobody'\]"):
-        e._executor(1).run(e._program(1), micro_batches(e, 0))
+        batches = micro_batches(e, 0)
+        e._executor(batches).run(e._program(1), batches)
 
 
 def test_a_weight_gradient_that_nobody_makes_is_an_error(pools):

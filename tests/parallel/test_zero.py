@@ -32,7 +32,8 @@ def missing_gradient():
     e = engine(tiny())
     e.initialize()
     e.buffers.begin(8)
-    e._executor(1).run(e._program(8)[:-2], micro_batches(e, 0))
+    batches = micro_batches(e, 0)
+    e._executor(batches).run(e._program(8)[:-2], batches)
     with pytest.raises(RuntimeError, match=r"contributions are missing: .*7 of 8"):
         e.buffers.finish()
 
