@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
-
 from megakit.errors import Refused
-from megakit.parallel.pipeline.schedule import Op, Placement, Schedule, needs, provides, simulate
+from megakit.parallel.pipeline.schedule import Op, Placement, Schedule, simulate
 
 NAMES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v")
 """What `parallel.schedule` may be."""
@@ -117,33 +114,37 @@ def _list_schedule(ranks: int, microbatches: int, limit: int, keep: int) -> Sche
     1. an input gradient (others wait for it), 2. a forward pass while it holds fewer than `limit`, 3. a weight gradient,
 
     the later chunk first. A forward pass of the first chunk also leaves `keep` places free, for the later chunk's.
+    Each stage takes its micro-batches in order, so what has been done is a number per kind and stage.
     """
-    chunks = 2
-    where = Placement(ranks, chunks, v_shape=True)
+    where = Placement(ranks, 2, v_shape=True)
+    last = where.stages - 1
+    taken = {kind: [0] * where.stages for kind in "FIW"}
+    done = {kind: [0] * where.stages for kind in "FIW"}  # before now
+
+    def possible(kind: str, stage: int) -> bool:
+        i = taken[kind][stage]
+        if kind == "F":
+            return i < microbatches and (stage == 0 or i < done["F"][stage - 1])
+        if kind == "I":
+            return i < done["F"][stage] and (stage == last or i < done["I"][stage + 1])
+        return i < done["I"][stage]
+
+    def choose(rank: int) -> Op | None:
+        first, second = where.stage(rank, 0), where.stage(rank, 1)
+        held = sum(taken["F"][s] - taken["W"][s] for s in (first, second))
+        for kind, room in (("I", (0, 0)), ("F", (keep, 0)), ("W", (0, 0))):
+            for chunk, stage in ((1, second), (0, first)):
+                if (kind != "F" or held + room[chunk] < limit) and possible(kind, stage):
+                    taken[kind][stage] += 1
+                    return Op(kind, taken[kind][stage] - 1, chunk)
+        return None
+
     rows: list[list[Op]] = [[] for _ in range(ranks)]
-    ended: dict[tuple[str, int, int], int] = {}
-    taken: Counter[tuple[int, str, int]] = Counter()
-    held = [0] * ranks
-
-    def possible(rank: int, now: int) -> Iterator[Op]:
-        for kind in "IFW":
-            for chunk in reversed(range(chunks)):
-                if kind == "F" and held[rank] + (keep if chunk == 0 else 0) >= limit:
-                    continue
-                op = Op(kind, taken[rank, kind, chunk], chunk)
-                before = needs(op, where.stage(rank, chunk), where.stages)
-                if op.microbatch < microbatches and all(ended.get(need, now + 1) <= now for need in before):
-                    yield op
-
-    left, now = 3 * ranks * chunks * microbatches, 0
+    left = 3 * where.stages * microbatches
     while left:
-        for rank in range(ranks):
-            op = next(possible(rank, now), None)
-            if op is not None:
-                rows[rank].append(op)
-                taken[rank, op.kind, op.chunk] += 1
-                held[rank] += {"F": 1, "I": 0, "W": -1}[op.kind]
-                ended[provides(op, where.stage(rank, op.chunk))] = now + 1
+        for rank, row in enumerate(rows):
+            if (op := choose(rank)) is not None:
+                row.append(op)
                 left -= 1
-        now += 1
+        done = {kind: list(counts) for kind, counts in taken.items()}
     return Schedule(tuple(map(tuple, rows)), microbatches, where)
