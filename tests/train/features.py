@@ -25,10 +25,17 @@ class Feature:
     family: str = "llama"
     oracle: bool = True
     """Plain torch in float64 is the reference; else the engine on one process, for what only the engine can do (masks)."""
+    without: tuple[str, ...] = ()
+    """Axes that change what is computed: dropout draws other masks for another part of the sequence."""
 
 
 def _parallel(**keys: Any) -> dict[str, Any]:
     return {f"parallel__{k}": v for k, v in keys.items()}
+
+
+def _rope(kind: str, **keys: float) -> dict[str, Any]:
+    keys = {"scaling": kind, "factor": 4.0, "original_max_position_embeddings": 8, **keys}
+    return {f"model__rope_{k}": v for k, v in keys.items()}
 
 
 EIGHT = {"model__num_layers": 8}
@@ -55,7 +62,13 @@ FEATURES = [
     Feature("stages by cost", _parallel(stage_balance="cost")),
     Feature("recompute full", _parallel(recompute="full")),
     Feature("recompute selective", _parallel(recompute="selective"), "gpt2"),
-    Feature("dropout", {"model__hidden_dropout": 0.1}, "gpt2", oracle=False),
+    Feature("context parallel, all-gather", _parallel(cp_comm_type="all_gather")),
+    Feature("documents apart", {"data__isolate_documents": True}),
+    Feature("documents apart, all-gather", {"data__isolate_documents": True, "parallel__cp_comm_type": "all_gather"}, "gpt2"),
+    Feature("documents apart, recompute full", {"data__isolate_documents": True, "parallel__recompute": "full"}),
+    Feature("RoPE scaling llama3", {"model__rotary_base": 10.0, **_rope("llama3", low_freq_factor=1.0, high_freq_factor=4.0)}),
+    Feature("RoPE scaling yarn", {"model__rotary_base": 10.0, **_rope("yarn")}),
+    Feature("dropout", {"model__hidden_dropout": 0.1}, "gpt2", oracle=False, without=("cp",)),
     Feature("label smoothing", {"train__label_smoothing": 0.1}),
     Feature("micro-batches of 2", {"train__micro_batch_size": 2, "train__global_batch_size": 8}),
 ]
@@ -70,6 +83,13 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "pp2 tp2": {"pp": 2, "tp": 2},
     "dp4": {"dp": 4},
     "pp4": {"pp": 4},
+    "cp2": {"cp": 2},
+    "cp4": {"cp": 4},
+    "cp2 tp2": {"cp": 2, "tp": 2},
+    "dp2 cp2": {"dp": 2, "cp": 2},
+    "pp2 cp2": {"pp": 2, "cp": 2},
+    "dp2 cp2 tp2": {"dp": 2, "cp": 2, "tp": 2},
+    "pp2 cp2 tp2": {"pp": 2, "cp": 2, "tp": 2},
     "dp2 pp2 tp2": {"dp": 2, "pp": 2, "tp": 2},
 }
 """Columns: sizes of the grid's axes."""
@@ -111,15 +131,17 @@ def cells() -> Iterator[tuple[Feature, str]]:
     """All that is not refused."""
     for feature in FEATURES:
         for layout in LAYOUTS:
-            if refused(config(feature, layout)) is None:
+            if not set(feature.without) & set(LAYOUTS[layout]) and refused(config(feature, layout)) is None:
                 yield feature, layout
 
 
 def chosen() -> Iterator[tuple[Feature, str]]:
     """Of each row the largest layout and one of the small ones: what the tests have time for."""
     for at, feature in enumerate(FEATURES):
-        there = sorted((layout for f, layout in cells() if f is feature), key=world)
-        yield feature, there[-1]
-        small = [layout for layout in there[:-1] if 1 < world(layout) < 8]
+        there = [layout for f, layout in cells() if f is feature]
+        most = max(map(world, there))
+        large = [layout for layout in there if world(layout) == most]
+        small = [layout for layout in there if 1 < world(layout) < most]
+        yield feature, large[at % len(large)]
         if small:
             yield feature, small[at % len(small)]
