@@ -111,7 +111,7 @@ def stage_params(cfg: Config, stage: StageLayout, tp: int, tp_rank: int) -> dict
         out[shard.name] = ParamSpec(shard, init, **kw)
 
     def replicated(name: str, shape: tuple[int, ...], init: float | str, decay: bool = False) -> None:
-        add(ShardSpec.replicated(name, shape), init, decay=decay, late=partial, owner=tp_rank == 0)
+        add(ShardSpec.replicated(name, shape), init, decay=decay, late=partial, replicated=True, owner=tp_rank == 0)
 
     def norm(name: str) -> None:
         replicated(f"{name}.weight", (m.hidden_size,), "ones")

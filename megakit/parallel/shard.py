@@ -119,6 +119,8 @@ class ParamSpec:
     """Axes over which the gradient is still partial when the backward pass has ended."""
     uses: int = 1
     """Gradient contributions per micro-batch."""
+    replicated: bool = False
+    """Every tensor-parallel rank holds all of it."""
     owner: bool = True
     """This rank's copy is the one that is saved and counted in the gradient norm."""
 

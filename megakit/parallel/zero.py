@@ -1,8 +1,8 @@
 """Flat parameter and gradient buffers: ZeRO 0, 1 and 2, and the reduction of gradients over the ranks that hold the same weights.
 
 Parameters are views of one flat buffer, ordered as the backward pass meets them and grouped into segments: same chunk of the
-model, same weight decay, same axes over which the gradient is still partial ("late"), same owner. A segment is cut into
-buckets, padded so that a bucket can be cut over dp_shard.
+model, same weight decay, same axes over which the gradient is still partial ("late"), replicated over tp or not. A
+segment is cut into buckets, padded so that a bucket can be cut over dp_shard.
 
 A bucket is reduced as soon as each of its parameters has had all its contributions (uses x micro-batches). They are counted,
 so it doesn't matter who makes them and when, and the reduction overlaps the rest of the last backward pass. Late segments
@@ -78,7 +78,9 @@ class Bucket:
     chunk: int
     decay: bool
     late: tuple[str, ...]
-    owner: bool
+    replicated: bool
+    """Over tp. Such parameters have buckets of their own, alike on all tp ranks: a sum over dp adds in an order that depends
+    on the place in the message, and their copies must stay equal to the bit."""
     specs: list[ParamSpec] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     """Contributions since the last reduction, by parameter."""
@@ -106,7 +108,7 @@ def _fill_buckets(chunks: Sequence[dict[str, ParamSpec]], unit: int, bucket_size
     segments: dict[tuple, list[ParamSpec]] = {}
     for chunk in reversed(range(len(chunks))):
         for spec in list(chunks[chunk].values())[::-1]:
-            segments.setdefault((chunk, spec.decay, spec.late, spec.owner), []).append(spec)
+            segments.setdefault((chunk, spec.decay, spec.late, spec.replicated), []).append(spec)
     buckets: list[Bucket] = []
     offset, at = {}, 0
     for key in sorted(segments, key=lambda k: (bool(k[2]), -k[0], k)):  # late ones last
@@ -187,7 +189,7 @@ class FlatBuffers:
 
     def _shard(self, bucket: Bucket) -> Shard:
         master = self.flat[bucket.mine] if self._masters is None else self._masters[bucket.home]
-        return Shard(master, list(self._parts(bucket)), bucket.decay, bucket.owner and self._replica == 0)
+        return Shard(master, list(self._parts(bucket)), bucket.decay, bucket.specs[0].owner and self._replica == 0)
 
     def _parts(self, bucket: Bucket) -> Iterable[Part]:
         for spec in bucket.specs:
