@@ -79,6 +79,7 @@ RANGES: dict[str, Range] = {
     "parallel.zero_group": COUNT,
     "parallel.virtual_stages": COUNT,
     "parallel.layers_per_stage": COUNT,
+    "parallel.recompute_layers": COUNT,
     "parallel.bucket_size": MANY,
     "train.steps": COUNT,
     "train.tokens": MANY,

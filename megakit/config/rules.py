@@ -28,6 +28,7 @@ def check(cfg: Config) -> None:
     _check_batch(cfg)
     _check_length(cfg)
     _check_schedule(cfg)
+    _check_recompute(cfg)
     _check_precision(cfg)
     _check_data(cfg)
     _check_checkpoint(cfg)
@@ -340,6 +341,15 @@ def _check_schedule(cfg: Config) -> None:
                 f"optim.warmup_steps = {o.warmup_steps} and the wsd decay of {decay} steps do not fit into {end} steps: use"
                 f" optim.wsd_decay_steps <= {end - o.warmup_steps}"
             )
+
+
+def _check_recompute(cfg: Config) -> None:
+    p = cfg.parallel
+    if p.recompute_layers is not None and p.recompute != "full":
+        raise Refused(
+            f"parallel.recompute_layers = {p.recompute_layers} changes nothing with parallel.recompute = {p.recompute}: leave it"
+            " out, or use parallel.recompute=full"
+        )
 
 
 def _check_precision(cfg: Config) -> None:

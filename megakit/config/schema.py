@@ -103,7 +103,9 @@ class ParallelConfig:
     stage_balance: str = "layers"
     """Without layers_per_stage: layers (as even as possible) | cost (embedding, head and loss weigh what they cost)."""
     recompute: str = "none"
-    """Activation recomputation: none | selective (the attention core) | full (every layer)."""
+    """Activation recomputation: none | selective (the attention core) | full (whole layers)."""
+    recompute_layers: Optional[int] = None
+    """With recompute=full, the first so many layers of each pipeline stage are recomputed, the others not; null: all."""
     bucket_size: int = 40_000_000
     """Elements per gradient bucket; a bucket is reduced over dp as soon as its gradients are complete."""
     allow_tp_across_nodes: bool = False

@@ -35,6 +35,7 @@ def shrink(cfg: Config) -> Config:
         **{f"parallel.{axis}": size for axis, size in grid.items()},
         "parallel.zero_group": group and grid["dp"] * grid["cp"],
         **layers,
+        "parallel.recompute_layers": None if cfg.parallel.recompute_layers is None else 1,
         **_model(cfg, grid["tp"], _seq_len(cfg, grid)),
         **_train(cfg, grid),
         **_surroundings(cfg),

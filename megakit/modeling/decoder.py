@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megakit.config.schema import Config
 from megakit.modeling.block import Block, hidden_dropout
-from megakit.modeling.layout import StageLayout
+from megakit.modeling.layout import StageLayout, recomputed_layers
 from megakit.modeling.norm import Norm
 from megakit.modeling.rope import rope_table
 from megakit.parallel.context import own_positions
@@ -80,7 +80,7 @@ class Stage(nn.Module):
     def __init__(self, cfg: Config, layout: StageLayout, params: Mapping[str, nn.Parameter], region: Region):
         super().__init__()
         self.cfg, self.layout, self.region = cfg, layout, region
-        self.recompute = cfg.parallel.recompute == "full"
+        self.recomputed = recomputed_layers(cfg.parallel, len(layout.layers))
         self.embedding = Embedding(cfg, params, region) if layout.first else None
         self.blocks = nn.ModuleList(Block(cfg, params, i, region) for i in layout.layers)
         self.head = Head(cfg, params, region) if layout.last else None
@@ -93,8 +93,8 @@ class Stage(nn.Module):
             x = self.embedding(batch.tokens_SB, seed)
         assert x is not None
         rope = self._rope_for(batch.tokens_SB.shape[0], x)
-        for block in self.blocks:
-            if self.recompute and torch.is_grad_enabled():
+        for i, block in enumerate(self.blocks):
+            if i < self.recomputed and torch.is_grad_enabled():
                 x = checkpoint(block, x, rope, seed, batch.documents_SB, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = block(x, rope, seed, batch.documents_SB)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from megakit.config.schema import Config, ModelConfig
+from megakit.config.schema import Config, ModelConfig, ParallelConfig
 from megakit.errors import Refused
 from megakit.modeling.balance import balanced, head_dim
 from megakit.parallel.pipeline import generators
@@ -59,7 +59,14 @@ def model_stages(cfg: Config) -> list[StageLayout]:
             " or parallel.stage_balance=cost, or parallel.layers_per_stage"
         )
     together = where.place(0)[0] == where.place(where.stages - 1)[0]
-    return [replace(stage, ends_together=together) for stage in split_layers(layers, where.stages, given)]
+    stages = [replace(stage, ends_together=together) for stage in split_layers(layers, where.stages, given)]
+    most = max(len(stage.layers) for stage in stages)
+    if p.recompute_layers is not None and p.recompute_layers > most:
+        raise Refused(
+            f"parallel.recompute_layers = {p.recompute_layers}, but the largest of the pipeline stages has {most} layers: use"
+            f" parallel.recompute_layers <= {most}, or leave it out to recompute all"
+        )
+    return stages
 
 
 def rank_stages(cfg: Config, rank: int) -> list[StageLayout]:
@@ -161,6 +168,13 @@ def units(params: dict[str, ParamSpec]) -> list[list[ParamSpec]]:
         layer = name.split(".")[1] if name.startswith("layers.") else ""
         out.setdefault(layer, []).append(spec)
     return list(out.values())
+
+
+def recomputed_layers(parallel: ParallelConfig, layers: int) -> int:
+    """How many of a stage's layers are recomputed as a whole: the first ones."""
+    if parallel.recompute != "full":
+        return 0
+    return layers if parallel.recompute_layers is None else min(layers, parallel.recompute_layers)
 
 
 def context_length(m: ModelConfig) -> int:

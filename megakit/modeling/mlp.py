@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megakit.config.schema import ModelConfig
+from megakit.ops.swiglu import swiglu
 from megakit.parallel.tensor import Region, column_linear, row_linear
 
 
@@ -24,8 +25,7 @@ class MLP(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = column_linear(x, self.up_weight, self.up_bias, self.region)
         if self.activation == "swiglu":
-            gate, up = y.chunk(2, -1)
-            y = F.silu(gate) * up
+            y = swiglu(y)
         else:
             y = F.gelu(y, approximate="tanh" if self.activation == "gelu_tanh" else "none")
         return row_linear(y, self.down_weight, self.down_bias, self.region)

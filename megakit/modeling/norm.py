@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megakit.config.schema import ModelConfig
+from megakit.ops.norm import rms_norm
 
 
 class Norm(nn.Module):
@@ -22,5 +23,5 @@ class Norm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.bias is None:
-            return F.rms_norm(x, self.weight.shape, self.weight, self.epsilon)
+            return rms_norm(x, self.weight, self.epsilon)
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.epsilon)

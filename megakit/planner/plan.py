@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megakit.config import rules
@@ -15,7 +16,9 @@ from megakit.config.schema import Config, ModelConfig
 from megakit.modeling.layout import StageLayout, context_length, parameter_count, rank_stages, stage_params, units
 from megakit.parallel.grid import Grid
 from megakit.parallel.pipeline import generators, schedule
+from megakit.parallel.pipeline.schedule import Op
 from megakit.parallel.shard import ShardSpec
+from megakit.planner.activations import Kept, ledger, peak
 
 GIB = 2**30
 
@@ -58,6 +61,10 @@ class StagePlan:
     weight_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
+    activations: list[list[Kept]]
+    """For each of its chunks, the ledger of what it keeps of one micro-batch from the forward to the backward pass."""
+    activation_bytes: int
+    """Of all micro-batches in flight, at most, as the schedule has it."""
     in_flight: int
     """Forward passes of a chunk whose activations it keeps at once, at most."""
 
@@ -65,6 +72,11 @@ class StagePlan:
     def state_bytes(self) -> int:
         """Weights, gradients and optimizer states together."""
         return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """States, and the activations of all micro-batches in flight."""
+        return self.state_bytes + self.activation_bytes
 
 
 @dataclass(frozen=True)
@@ -90,6 +102,8 @@ class Plan:
     bubble: float
     """Idle share of a step by the schedule's own table, 0 to 1; transfers and unequal stages not counted."""
     recompute: str
+    recompute_layers: int | None
+    """Of each stage, with recompute full; None: all."""
     precision: str
     model_parameters: int
     """Of the whole model: tied ones once, padding not at all."""
@@ -126,8 +140,7 @@ def make_plan(cfg: Config, world: int | None = None) -> Plan:
     micro_batches = _micro_batches(cfg, grid)
     table = generators.make(p.schedule, p.pp, micro_batches, p.virtual_stages)
     schedule.check(table)
-    held = table.held()
-    stages = [stage_plan(cfg, grid, rank, held[rank]) for rank in range(p.pp)]
+    stages = [stage_plan(cfg, grid, rank, row, n) for rank, (row, n) in enumerate(zip(table.rows, table.held(), strict=True))]
     steps = rules.total_steps(cfg)
     per_node = cfg.cluster.gpus_per_node
     return Plan(
@@ -145,6 +158,7 @@ def make_plan(cfg: Config, world: int | None = None) -> Plan:
         virtual_stages=p.virtual_stages,
         bubble=schedule.bubble(table),
         recompute=p.recompute,
+        recompute_layers=p.recompute_layers,
         precision=t.precision,
         model_parameters=parameter_count(cfg),
         micro_batch_size=t.micro_batch_size,
@@ -156,14 +170,15 @@ def make_plan(cfg: Config, world: int | None = None) -> Plan:
         tokens=steps * t.global_batch_size * t.seq_len,
         samples=steps * t.global_batch_size,
         stages=stages,
-        worst_stage=max(stages, key=lambda s: s.state_bytes).index,
+        worst_stage=max(stages, key=lambda s: s.total_bytes).index,
         formula=_formula(cfg, grid),
-        excluded="activations, temporary buffers, communication buffers, and the padding of flat buffers to whole buckets",
+        excluded="temporary and communication buffers, a layer while it is recomputed, and the padding of flat buffers to whole"
+        " buckets",
         notes=_notes(cfg, grid, stages, open_world),
     )
 
 
-def stage_plan(cfg: Config, grid: Grid, rank: int, in_flight: int) -> StagePlan:
+def stage_plan(cfg: Config, grid: Grid, rank: int, row: Sequence[Op], in_flight: int) -> StagePlan:
     """What one rank of those at a place on the pp axis holds; the same on every tp rank, whose shards are padded alike."""
     layouts = rank_stages(cfg, rank)
     held = _shards(cfg, layouts, grid.tp, 0)
@@ -172,6 +187,7 @@ def stage_plan(cfg: Config, grid: Grid, rank: int, in_flight: int) -> StagePlan:
         math.prod(box.size) for r in range(grid.tp) for shard in _shards(cfg, layouts, grid.tp, r) for box in shard.boxes
     )
     weights, gradients, optimizer = _state_bytes(cfg, grid, layouts, elements)
+    kept = [ledger(cfg, layout) for layout in layouts]
     first = [grid.rank(dp=d, pp=rank) for d in range(grid.dp)]
     return StagePlan(
         index=rank,
@@ -185,6 +201,8 @@ def stage_plan(cfg: Config, grid: Grid, rank: int, in_flight: int) -> StagePlan:
         weight_bytes=weights,
         gradient_bytes=gradients,
         optimizer_bytes=optimizer,
+        activations=kept,
+        activation_bytes=peak(row, [sum(line.bytes for line in lines) for lines in kept]),
         in_flight=in_flight,
     )
 
@@ -290,9 +308,16 @@ def _notes(cfg: Config, grid: Grid, stages: list[StagePlan], open_world: bool) -
     there, memory = rules.cluster_world(cfg), cfg.cluster.gpu_memory_gib
     if there is not None and grid.world < there:
         notes.append(f"{grid.world} of the cluster's {there} GPUs are used (cluster.nodes = {cfg.cluster.nodes})")
-    worst = max(stages, key=lambda s: s.state_bytes)
-    if memory is not None and worst.state_bytes > memory * GIB:
-        cure = "more tp, pp or dp" if cfg.parallel.zero else "parallel.zero=1, or more tp or pp"
-        need = f"{worst.state_bytes / GIB:.1f} GiB"
-        notes.append(f"the states of stage {worst.index} alone need {need}, a GPU has {memory} GiB: use {cure}")
+    worst = max(stages, key=lambda s: s.total_bytes)
+    if memory is not None and worst.total_bytes > memory * GIB:
+        need = f"{worst.total_bytes / GIB:.1f} GiB, {worst.state_bytes / GIB:.1f} of them states"
+        notes.append(f"stage {worst.index} needs {need}, a GPU has {memory} GiB: use {_relief(cfg, worst, memory * GIB)}")
     return notes
+
+
+def _relief(cfg: Config, worst: StagePlan, memory: float) -> str:
+    if worst.state_bytes > memory:
+        return "more tp, pp or dp" if cfg.parallel.zero else "parallel.zero=1, or more tp or pp"
+    if cfg.parallel.recompute != "full" or cfg.parallel.recompute_layers is not None:
+        return "parallel.recompute=full, or more tp"
+    return "a smaller train.micro_batch_size, or more tp"

@@ -16,6 +16,7 @@ def render(plan: Plan) -> RenderableType:
     """Tables of the run and of its stages, at most 100 columns wide."""
     parts: list[RenderableType] = [Text(f"Plan of {plan.name}", style="bold"), _summary(plan), _stages(plan)]
     parts.append(Text(f"* most bytes: stage {plan.worst_stage}. {plan.formula}."))
+    parts.append(Text("Activations: micro-batches in flight x what is kept of each for its backward pass."))
     parts.append(Text(f"Not counted: {plan.excluded}."))
     parts += [Text(f"Note: {note}.", style="yellow") for note in plan.notes]
     return Group(*parts)
@@ -31,7 +32,7 @@ def _summary(plan: Plan) -> Table:
     table.add_row("grid", f"{grid} = {plan.world} rank{'s' * (plan.world > 1)}{each}{where}")
     sequence = ", sequence parallel" if plan.sequence_parallel else ""
     group = f" in groups of {plan.zero_group}" if plan.zero and plan.zero_group < plan.grid["dp"] * plan.grid["cp"] else ""
-    table.add_row("parallel", f"ZeRO {plan.zero}{group}, recompute {plan.recompute}{sequence}")
+    table.add_row("parallel", f"ZeRO {plan.zero}{group}, recompute {_recompute(plan)}{sequence}")
     if plan.grid["pp"] > 1:
         chunks = f", {plan.virtual_stages} chunks per rank" if plan.virtual_stages > 1 else ""
         table.add_row("pipeline", f"{plan.schedule}{chunks}, {plan.micro_batches:,} micro-batches, idle {plan.bubble:.1%}")
@@ -45,32 +46,38 @@ def _summary(plan: Plan) -> Table:
     return table
 
 
+def _recompute(plan: Plan) -> str:
+    return plan.recompute if plan.recompute_layers is None else f"{plan.recompute} of {plan.recompute_layers} layers per stage"
+
+
 def _stages(plan: Plan) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("stage", justify="right")
     table.add_column("ranks")
     table.add_column("layers")
-    unit, size_of = ("GiB", GIB) if plan.stages[plan.worst_stage].state_bytes >= GIB else ("MiB", MIB)
-    for name in ("parameters\nper rank", *(f"{kind}\n{unit}" for kind in ("weights", "grads", "optim", "total"))):
+    unit, size_of = ("GiB", GIB) if plan.stages[plan.worst_stage].total_bytes >= GIB else ("MiB", MIB)
+    for name in ("parameters\nper rank", *(f"{kind}\n{unit}" for kind in ("weights", "grads", "optim", "activ.", "total"))):
         table.add_column(name, justify="right", no_wrap=True)
     for stage in plan.stages:
         worst = stage.index == plan.worst_stage
-        sizes = (stage.weight_bytes, stage.gradient_bytes, stage.optimizer_bytes, stage.state_bytes)
+        sizes = (stage.weight_bytes, stage.gradient_bytes, stage.optimizer_bytes)
         table.add_row(
             f"{'*' if worst else ''}{stage.index}",
             ranks_text(stage.ranks),
             _layers_text(stage),
             f"{stage.parameters:,}",
             *(f"{size / size_of:.2f}" for size in sizes),
+            f"{stage.in_flight} x {stage.activation_bytes / stage.in_flight / size_of:.2f}",
+            f"{stage.total_bytes / size_of:.2f}",
             style="bold" if worst and len(plan.stages) > 1 else None,
         )
     return table
 
 
 def ranks_text(runs: list[tuple[int, int]]) -> str:
-    """0-7, 64-71 ... 448-455."""
+    """0-7 ... 448-455."""
     words = [str(lo) if lo == hi else f"{lo}-{hi}" for lo, hi in runs]
-    return ", ".join(words) if len(words) <= 3 else f"{words[0]}, {words[1]} ... {words[-1]}"
+    return ", ".join(words) if len(words) <= 2 else f"{words[0]} ... {words[-1]}"
 
 
 def _layers_text(stage: StagePlan) -> str:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from spmd_types import I, P, R, S, V, rules
 
+from megakit.ops.norm import _RMSNorm
+from megakit.ops.swiglu import _SwiGLU
 from megakit.parallel.comm import Comm
 from megakit.parallel.context import Exchange, _Gathered, _Ring
 from megakit.parallel.loss import _CrossEntropy
@@ -90,6 +92,14 @@ def context_attention(*, q: Type, k: Type, v: Type, ex: Exchange) -> Type:
     return rules.einsum("bnsd,bgtd,bgtd->bnsd", q, k, v, linear_in=((2,),))
 
 
+def rms_norm(*, x: Type, weight: Type) -> Type:
+    return rules.einsum("sb_,_->sb_", x, weight, linear_in=(1,))
+
+
+def swiglu(*, x: Type) -> Type:
+    return rules.einsum("sbf->sbf", x)
+
+
 def elementwise(*, x: Type) -> Type:
     return rules.einsum("...->...", x, linear_in=(0,))
 
@@ -101,6 +111,8 @@ RULES: dict[type[torch.autograd.Function], Rule] = {
     _Dropout: elementwise,
     _Ring: context_attention,
     _Gathered: context_attention,
+    _RMSNorm: rms_norm,
+    _SwiGLU: swiglu,
 }
 
 TRUSTED: set[type[torch.autograd.Function]] = {_Dropout}

@@ -92,6 +92,10 @@ LLAMA3 = ["model.rope_scaling=llama3", *YARN[1:], "model.rope_low_freq_factor=1"
         (["optim.schedule=constant", "optim.min_lr=1e-4"], ["optim.min_lr = 0.0001", "optim.schedule = constant"]),
         (["optim.schedule=wsd", "optim.warmup_steps=5", "optim.wsd_decay_steps=6"],
          ["optim.warmup_steps = 5", "6 steps", "10 steps", "<= 5"]),
+        # recomputation
+        (["parallel.recompute_layers=2"],
+         ["parallel.recompute_layers = 2", "parallel.recompute = none", "use parallel.recompute=full"]),
+        (["parallel.recompute_layers=2", "parallel.recompute=selective"], ["parallel.recompute = selective"]),
         # precision
         (["optim.initial_loss_scale=1024"],
          ["optim.initial_loss_scale = 1024.0", "train.precision = fp32", "use train.precision=fp16"]),

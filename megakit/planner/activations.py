@@ -1,0 +1,132 @@
+"""The activation ledger: every tensor that a stage keeps of one micro-batch from its forward to its backward pass.
+
+It follows what the modules save: linear layers their input, before it is gathered (parallel/tensor.py); norms their input
+and one fp32 statistic per row (ops/norm.py); SwiGLU its input (ops/swiglu.py); attention what a flash kernel needs; the loss
+the fp32 probabilities (parallel/loss.py). Dropout keeps nothing, its masks are drawn again. A tensor that two save counts
+once. Tests hold the sum against the bytes that are really kept. No torch here.
+
+Symbols, of one rank: S sequence, s its part under sequence parallelism (else S), B micro-batch, H hidden, N query heads and
+G key/value heads, D head width, F inside the MLP, V vocabulary with its padding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from megakit.config.schema import Config
+from megakit.modeling.balance import head_dim
+from megakit.modeling.layout import StageLayout, recomputed_layers
+from megakit.parallel.pipeline.schedule import Op
+from megakit.parallel.shard import ShardSpec
+
+BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One line of the ledger."""
+
+    name: str
+    formula: str
+    """Of its elements."""
+    shape: tuple[int, ...]
+    width: int
+    """Bytes of an element."""
+    count: int = 1
+    """How many there are: layers of the stage that keep it."""
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.width * self.count
+
+
+def ledger(cfg: Config, layout: StageLayout) -> list[Kept]:
+    """What one rank of a stage keeps of one micro-batch, line by line."""
+    return list(_Sizes(cfg).stage(layout))
+
+
+def peak(row: Iterable[Op], chunk_bytes: Sequence[int]) -> int:
+    """Most bytes that a rank keeps at once when it runs a row of the schedule; `chunk_bytes`: of one micro-batch, by chunk.
+
+    A weight gradient that is put off counts as its whole forward pass until it is made: an upper bound.
+    """
+    now = most = 0
+    for op in row:
+        now += {"F": 1, "I": 0}.get(op.kind, -1) * chunk_bytes[op.chunk]
+        most = max(most, now)
+    return most
+
+
+class _Sizes:
+    def __init__(self, cfg: Config):
+        m, tp = cfg.model, cfg.parallel.tp
+        self.cfg, self.model = cfg, m
+        self.width = BYTES[cfg.train.precision]
+        self.S, self.B, self.H = cfg.train.seq_len // cfg.parallel.cp, cfg.train.micro_batch_size, m.hidden_size
+        self.s = self.S // tp if cfg.parallel.sequence_parallel else self.S
+        self.N, self.G, self.D = m.num_attention_heads // tp, m.num_query_groups // tp, head_dim(m)
+        self.F = m.ffn_hidden_size // tp
+        self.V = ShardSpec.padded_rows("", m.vocab_size, 1, 0, tp, m.make_vocab_size_divisible_by).numel
+
+    def stage(self, layout: StageLayout) -> Iterator[Kept]:
+        layers = len(layout.layers)
+        full = recomputed_layers(self.cfg.parallel, layers)
+        if layout.first:
+            yield Kept("embedding: rows", "S B", (self.S, self.B), 8)
+            yield Kept("embedding: which are this rank's", "S B", (self.S, self.B), 1)
+        if full:
+            yield self._residual("recomputed layers: input", full)
+        if layers > full:
+            yield from self._attention(layers - full)
+            yield from self._mlp(layers - full)
+        if layout.last:
+            yield from self._norm("final norm", 1)
+            yield Kept("loss: probabilities", "S B V", (self.S, self.B, self.V), 4)
+            yield Kept("loss: targets", "S B", (self.S, self.B), 8)
+            yield Kept("loss: which are this rank's, which are valid", "2 S B", (2, self.S, self.B), 1)
+            yield Kept("loss: log-sum-exp", "S B", (self.S, self.B), 4)
+        else:
+            yield self._residual("output, held for its gradient", 1)
+
+    def _residual(self, name: str, count: int) -> Kept:
+        return Kept(name, "s B H", (self.s, self.B, self.H), self.width, count)
+
+    def _norm(self, name: str, count: int) -> Iterator[Kept]:
+        """The output is kept as the input of the linear layer behind it."""
+        yield self._residual(f"{name}: input", count)
+        if self.model.normalization == "rmsnorm":
+            yield Kept(f"{name}: statistic", "s B", (self.s, self.B), 4, count)
+        else:
+            yield Kept(f"{name}: statistics", "2 s B", (2, self.s, self.B), 4, count)
+        yield self._residual(f"{name}: output", count)
+
+    def _attention(self, count: int) -> Iterator[Kept]:
+        S, B, N, G, D = self.S, self.B, self.N, self.G, self.D
+        selective = self.cfg.parallel.recompute == "selective"
+        scores = scores_are_kept(self.cfg)
+        yield from self._norm("attention norm", count)
+        if selective or not scores:
+            yield Kept("attention: q, k, v", "S B (N + 2 G) D", (S, B, N + 2 * G, D), self.width, count)
+        if not selective and scores:
+            yield Kept("attention: q, k, v in fp32", "3 S B N D", (3, S, B, N, D), 4, count)
+            yield Kept("attention: scores, mask and weights", "3 B N S S", (3, B, N, S, S), 4, count)
+        elif not selective:
+            if self.model.position_embedding == "rope":
+                yield Kept("attention: rotated q, k", "S B (N + G) D", (S, B, N + G, D), self.width, count)
+            yield Kept("attention: log-sum-exp", "B N S", (B, N, S), 4, count)
+        yield Kept("attention: output", "S B N D", (S, B, N, D), self.width, count)
+
+    def _mlp(self, count: int) -> Iterator[Kept]:
+        yield from self._norm("mlp norm", count)
+        if self.model.activation == "swiglu":
+            yield Kept("mlp: gate and up", "S B 2 F", (self.S, self.B, 2 * self.F), self.width, count)
+        else:
+            yield Kept("mlp: up", "S B F", (self.S, self.B, self.F), self.width, count)
+        yield Kept("mlp: activation", "S B F", (self.S, self.B, self.F), self.width, count)
+
+
+def scores_are_kept(cfg: Config) -> bool:
+    """The attention core keeps its scores: on the CPU, which has no flash kernel with dropout."""
+    return cfg.launch.device == "cpu" and cfg.model.attention_dropout > 0
