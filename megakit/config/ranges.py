@@ -142,6 +142,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "parallel.zero3_reduce": ("step", "microbatch"),
     "parallel.recompute": ("none", "selective", "full"),
     "train.precision": ("bf16", "fp16", "fp32"),
+    "train.grad_dtype": ("fp32", "bf16"),
     "optim.schedule": ("cosine", "linear", "constant", "wsd"),
     "checkpoint.resume": ("auto", "must", "never"),
     "log.console": ("auto", "bar", "lines", "off"),

@@ -354,6 +354,13 @@ def _check_recompute(cfg: Config) -> None:
 
 def _check_precision(cfg: Config) -> None:
     o, precision = cfg.optim, cfg.train.precision
+    if cfg.train.grad_dtype == "bf16" and precision != "bf16":
+        raise Refused(
+            f"train.grad_dtype = bf16 would round the gradients of train.precision = {precision}: use train.grad_dtype=fp32, or"
+            " train.precision=bf16"
+        )
+    if cfg.train.grad_dtype == "bf16" and cfg.parallel.zero == 3:
+        raise Refused("train.grad_dtype = bf16 is not built for parallel.zero = 3: use train.grad_dtype=fp32, or parallel.zero=2")
     if precision != "fp16":
         for name in ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "loss_scale_hysteresis"):
             value, default = getattr(o, name), getattr(OptimConfig(), name)

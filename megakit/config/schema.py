@@ -130,6 +130,8 @@ class TrainConfig:
     """Seeds initial weights, sample order and dropout, each by itself."""
     precision: str = "bf16"
     """Compute precision: bf16 or fp16 (fp32 masters and gradients; fp16 with dynamic loss scaling) | fp32."""
+    grad_dtype: str = "fp32"
+    """Gradients are accumulated and reduced in: fp32 | bf16 (half the bytes, less exact; with precision=bf16 only)."""
     label_smoothing: float = 0.0
     """Share of the target spread evenly over the vocabulary."""
     z_loss: float = 0.0

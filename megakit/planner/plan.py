@@ -23,8 +23,8 @@ from megakit.planner.activations import Kept, ledger, peak
 GIB = 2**30
 
 WEIGHT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-GRADIENT_BYTES = 4
-"""Gradients are accumulated in fp32."""
+GRADIENT_BYTES = {"fp32": 4, "bf16": 2}
+"""By the type that gradients are accumulated in."""
 OPTIMIZER_BYTES = {"bf16": 12, "fp16": 12, "fp32": 8}
 """Two fp32 moments, and a fp32 master where the weights aren't fp32 themselves."""
 FULLY_SHARDED_BYTES = 12
@@ -214,12 +214,12 @@ def _state_bytes(cfg: Config, grid: Grid, layouts: list[StageLayout], elements: 
     if not _fully_sharded(cfg, grid):
         share = math.ceil(elements / ranks)
         gradients = share if zero >= 2 else elements
-        return elements * width, gradients * GRADIENT_BYTES, (share if zero >= 1 else elements) * states
+        return elements * width, gradients * GRADIENT_BYTES[cfg.train.grad_dtype], (share if zero >= 1 else elements) * states
     shares = [sum(p.shard.row_share(ranks) for p in unit) for unit in units(stage_params(cfg, layouts[0], grid.tp, 0))]
     # the embedding and the head, and two layers: the one at work and the next
     gathered = (shares[0] + sum(sorted(shares[1:])[-2:])) * ranks
     gradients = elements if _accumulates_whole(cfg, grid) else sum(shares)
-    return gathered * width, gradients * GRADIENT_BYTES, sum(shares) * FULLY_SHARDED_BYTES
+    return gathered * width, gradients * GRADIENT_BYTES[cfg.train.grad_dtype], sum(shares) * FULLY_SHARDED_BYTES
 
 
 def _fully_sharded(cfg: Config, grid: Grid) -> bool:
@@ -261,15 +261,16 @@ def _formula(cfg: Config, grid: Grid) -> str:
     divided = f" / {'dp' if cfg.parallel.zero_group is None else 'zero_group'} {grid.size('dp_shard')}"
     states = "fp32 master and two moments" if optimizer == 12 else "two fp32 moments"
     width, precision = WEIGHT_BYTES[cfg.train.precision], cfg.train.precision
+    gradient = GRADIENT_BYTES[cfg.train.grad_dtype]
     if _fully_sharded(cfg, grid):
         whole = _accumulates_whole(cfg, grid)
         return (
-            f"per parameter: {width} B {precision} weight of the embedding, the head and two layers + {GRADIENT_BYTES} B fp32"
+            f"per parameter: {width} B {precision} weight of the embedding, the head and two layers + {gradient} B fp32"
             f" gradient{' (whole until the last micro-batch)' if whole else divided} + {FULLY_SHARDED_BYTES} B fp32 weight and"
             f" two moments{divided} (ZeRO 3)"
         )
     return (
-        f"per parameter: {width} B {precision} weight + {GRADIENT_BYTES} B fp32 gradient"
+        f"per parameter: {width} B {precision} weight + {gradient} B {cfg.train.grad_dtype} gradient"
         f"{divided if zero >= 2 else ''} + {optimizer} B {states}{divided if zero >= 1 else ''} (ZeRO {zero})"
     )
 

@@ -64,7 +64,8 @@ class Engine:
             each = cfg.parallel.zero3_reduce == "microbatch"
             return FullyShardedBuffers(specs, self.comm, dtype=dtype, device=device, reduce_each=each)
         size, level = cfg.parallel.bucket_size, cfg.parallel.zero
-        return FlatBuffers(chunks, self.comm, level=level, dtype=dtype, device=device, bucket_size=size)
+        grad_dtype = PRECISION[cfg.train.grad_dtype]
+        return FlatBuffers(chunks, self.comm, level=level, dtype=dtype, device=device, bucket_size=size, grad_dtype=grad_dtype)
 
     def initialize(self, source: Source | None = None) -> None:
         """Initial weights: from `source`, or random ones that don't depend on the grid."""

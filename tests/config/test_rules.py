@@ -97,6 +97,8 @@ LLAMA3 = ["model.rope_scaling=llama3", *YARN[1:], "model.rope_low_freq_factor=1"
          ["parallel.recompute_layers = 2", "parallel.recompute = none", "use parallel.recompute=full"]),
         (["parallel.recompute_layers=2", "parallel.recompute=selective"], ["parallel.recompute = selective"]),
         # precision
+        (["train.grad_dtype=bf16"], ["train.grad_dtype = bf16", "train.precision = fp32", "train.precision=bf16"]),
+        (["train.grad_dtype=bf16", "train.precision=fp16"], ["train.grad_dtype = bf16", "train.precision = fp16"]),
         (["optim.initial_loss_scale=1024"],
          ["optim.initial_loss_scale = 1024.0", "train.precision = fp32", "use train.precision=fp16"]),
         (["optim.min_loss_scale=2"], ["optim.min_loss_scale = 2.0", "train.precision = fp32"]),

@@ -126,17 +126,19 @@ def test_bf16_weights_are_the_rounded_masters_on_every_rank(pools, dp, zero):
         assert all(torch.equal(master.bfloat16(), part) for master, part in parts)
 
 
-def bf16_accumulation():
-    """8 micro-batches whose gradient contributions are 1 + 7 * 2^-10: a bf16 sum would lose the small ones."""
-    e = engine(tiny(train__precision="bf16"))
+def accumulation(grad_dtype, precision):
+    """8 micro-batches whose gradient contributions are 1 + 7 * 2^-12: a sum in low precision loses the small ones."""
+    e = engine(tiny(train__precision=precision, train__grad_dtype=grad_dtype))
     param = e.buffers.parameters["final_norm.weight"]
     e.buffers.begin(8)
     for i in range(8):
-        param.grad = torch.full_like(param, 1.0 if i == 0 else 2.0**-10)
+        param.grad = torch.full_like(param, 1.0 if i == 0 else 2.0**-12)
         e.buffers._from_autograd(param)
     bucket, _, at = e.buffers._place[param]
     return bucket.whole[at].double().unique().tolist()
 
 
 def test_gradients_accumulate_in_fp32(pools):
-    assert pools(1).run(bf16_accumulation) == [[1.0 + 7 * 2.0**-10]]
+    for precision in ("bf16", "fp16"):
+        assert pools(1).run(accumulation, "fp32", precision) == [[1.0 + 7 * 2.0**-12]]
+    assert pools(1).run(accumulation, "bf16", "bf16") == [[1.0]]

@@ -156,6 +156,13 @@ def test_zero_3_of_one_micro_batch_has_no_whole_gradient():
     assert alone.state_bytes == make_plan(tiny("parallel.zero=0", "parallel.dp=1")).stages[0].state_bytes
 
 
+def test_bytes_of_fp16_and_of_bf16_gradients():
+    ((fp16,), (bf16,)) = (make_plan(tiny(*keys)).stages for keys in (["train.precision=fp16"], ["train.precision=bf16"]))
+    assert fp16 == bf16
+    plan = make_plan(tiny("train.precision=bf16", "train.grad_dtype=bf16"))
+    assert plan.stages[0].gradient_bytes * 2 == bf16.gradient_bytes and "2 B bf16 gradient" in plan.formula
+
+
 def test_padding_of_the_vocabulary_is_counted_and_told():
     (stage,) = make_plan(tiny("parallel.tp=2")).stages  # 101 rows on 2 x 128
     assert stage.padding == 2 * 2 * 128 * 64 - 2 * 101 * 64

@@ -55,6 +55,16 @@ def test_hidden_dropout_is_the_same_in_every_layout(pools, tp, pp, dp):
     assert worst(results[0].curve, expected) < 1e-5
 
 
+@pytest.mark.parametrize(("pp", "schedule", "chunks"), [(2, "1f1b", 1), (2, "interleaved_1f1b", 2), (2, "zb_v", 2)])
+def test_all_masks_are_the_same_in_every_pipeline(pools, pp, schedule, chunks):
+    """Those of attention too: which rank and chunk a layer is on doesn't matter, nor when its passes run."""
+    keys = {"model__attention_dropout": 0.1}
+    ((expected),) = [r.curve for r in pools(1).run(train, with_dropout(**keys))]
+    keys |= {"parallel__pp": pp, "parallel__schedule": schedule, "parallel__virtual_stages": chunks}
+    results = pools(pp).run(train, with_dropout(**keys))
+    assert worst(results[0].curve, expected) < 1e-5
+
+
 def masks():
     """Which elements of the embedding's output are dropped, under sequence parallelism."""
     cfg = with_dropout(parallel__tp=2, parallel__sequence_parallel=True)
@@ -70,10 +80,9 @@ def test_masks_differ_where_activations_are_sharded(pools):
     assert a.shape == b.shape and 0.4 < (a != b).float().mean() < 0.6
 
 
-def seeds(sequence_parallel):
+def seeds(**keys):
     """What each dropout of two micro-batches is drawn from -> (of the residual stream, of attention)."""
-    cfg = with_dropout(parallel__tp=2, parallel__sequence_parallel=sequence_parallel, model__attention_dropout=0.1)
-    e = engine(cfg)
+    e = engine(with_dropout(model__attention_dropout=0.1, **keys))
     e.initialize()
     hidden, inside = [], []
     with (
@@ -87,7 +96,9 @@ def seeds(sequence_parallel):
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_every_dropout_has_a_seed_of_its_own(pools, sequence_parallel):
-    (hidden_0, inside_0), (hidden_1, inside_1) = pools(2).run(seeds, sequence_parallel)
+    (hidden_0, inside_0), (hidden_1, inside_1) = pools(2).run(
+        seeds, parallel__tp=2, parallel__sequence_parallel=sequence_parallel
+    )
     assert len(hidden_0) == 2 * (1 + 4 * 2) and len(inside_0) == 2 * 4
     everywhere = [*hidden_0, *inside_0, *inside_1]
     if sequence_parallel:
@@ -95,6 +106,11 @@ def test_every_dropout_has_a_seed_of_its_own(pools, sequence_parallel):
     else:
         assert hidden_1 == hidden_0, "replicated activations have one mask on all ranks"
     assert len(set(everywhere)) == len(everywhere)
+
+
+def test_replicas_draw_other_masks(pools):
+    a, b = ({*hidden, *inside} for hidden, inside in pools(2).run(seeds, parallel__dp=2))
+    assert len(a) == len(b) == 2 * (1 + 4 * 3) and not a & b
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full", "full, first layer of a stage"])
