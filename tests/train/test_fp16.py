@@ -51,11 +51,13 @@ def falling(cfg, steps):
     """Steps of which the first overflow -> [(loss scale, skipped)], whether those kept the weights, the last norm."""
     e = engine(cfg)
     e.initialize()
+    e.buffers.ready()
     before = {n: p.clone() for n, p in e.buffers.parameters.items()}
     seen, kept = [], True
     for _ in range(steps):
         result = e.train_step(micro_batches(e, 0), 0.01)
         seen.append((result.loss_scale, result.skipped))
+        e.buffers.ready()
         same = all(torch.equal(p, before[n]) for n, p in e.buffers.parameters.items())
         if not result.skipped:
             return seen, kept, same, e.optimizer.updates, (result.loss, result.grad_norm)
