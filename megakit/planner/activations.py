@@ -5,8 +5,8 @@ and one fp32 statistic per row (ops/norm.py); SwiGLU its input (ops/swiglu.py); 
 the fp32 probabilities (parallel/loss.py). Dropout keeps nothing, its masks are drawn again. A tensor that two save counts
 once. Tests hold the sum against the bytes that are really kept. No torch here.
 
-Symbols, of one rank: S sequence, s its part under sequence parallelism (else S), B micro-batch, H hidden, N query heads and
-G key/value heads, D head width, F inside the MLP, V vocabulary with its padding.
+Symbols, of one rank: S sequence (under context parallelism its part), s its part under sequence parallelism (else S),
+B micro-batch, H hidden, N query heads and G key/value heads, D head width, F inside the MLP, V vocabulary with its padding.
 """
 
 from __future__ import annotations
@@ -116,6 +116,8 @@ class _Sizes:
             if self.model.position_embedding == "rope":
                 yield Kept("attention: rotated q, k", "S B (N + G) D", (S, B, N + G, D), self.width, count)
             yield Kept("attention: log-sum-exp", "B N S", (B, N, S), 4, count)
+            if in_blocks(self.cfg) and self.model.attention_dropout:
+                yield Kept("attention: output, of blocks", "S B N D", (S, B, N, D), self.width, count)
         yield Kept("attention: output", "S B N D", (S, B, N, D), self.width, count)
 
     def _mlp(self, count: int) -> Iterator[Kept]:
@@ -129,4 +131,9 @@ class _Sizes:
 
 def scores_are_kept(cfg: Config) -> bool:
     """The attention core keeps its scores: on the CPU, which has no flash kernel with dropout."""
-    return cfg.launch.device == "cpu" and cfg.model.attention_dropout > 0
+    return cfg.launch.device == "cpu" and cfg.model.attention_dropout > 0 and not in_blocks(cfg)
+
+
+def in_blocks(cfg: Config) -> bool:
+    """Attention runs block by block (parallel/context.py), with a backward pass that makes its scores again."""
+    return cfg.parallel.cp > 1 or cfg.data.isolate_documents

@@ -38,12 +38,13 @@ def kept_bytes(cfg: Config) -> int:
     e = engine(cfg)
     e.initialize()
     (stage,) = e.stages
-    s = SEQ // (e.state.size("tp") if e.region.sequence_parallel else 1)
+    cp = cfg.parallel.cp
+    s = SEQ // cp // (e.state.size("tp") if e.region.sequence_parallel else 1)
     x = None
     if not stage.layout.first:
         x = torch.randn(s, 2, cfg.model.hidden_size, dtype=e.buffers.dtype, requires_grad=True)
     (batch,) = e.split(torch.zeros(2, SEQ + 1, dtype=torch.int64), 0)
-    rope = stage._rope_for(SEQ, torch.empty(0, dtype=e.buffers.dtype)) or ()
+    rope = stage._rope_for(SEQ // cp, torch.empty(0, dtype=e.buffers.dtype)) or ()
     lasting = {t.untyped_storage().data_ptr() for t in (e.buffers.flat, *rope)}
     kept: dict[int, torch.Tensor] = {}
 
@@ -79,6 +80,13 @@ def test_the_ledger_is_what_is_kept(pools, family, precision):
         for mode, p in itertools.product(MODES, (0.0, 0.1))
     ]
     assert_exact(configs, pools(1).run(measure, configs)[0])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_ledger_under_context_parallelism(pools, family):
+    configs = [model(family, "none", train__precision="bf16", parallel__cp=2, model__attention_dropout=p) for p in (0.0, 0.1)]
+    for rank in pools(2).run(measure, configs):
+        assert_exact(configs, rank)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
