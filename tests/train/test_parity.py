@@ -28,23 +28,6 @@ def reference(request, pools):
     return request.param, start, curve, end
 
 
-SCALINGS = {
-    "linear": {"factor": 2.5},
-    "llama3": {"factor": 3.0, "original_max_position_embeddings": 16, "low_freq_factor": 1.0, "high_freq_factor": 2.0},
-    "yarn": {"factor": 3.0, "original_max_position_embeddings": 16, "beta_fast": 2.0, "beta_slow": 0.6},
-}
-
-
-@pytest.mark.parametrize("kind", SCALINGS)
-def test_rope_scaling(pools, kind):
-    """Theta 10, so that the four pairs of these small heads are scaled whole, in part and not at all."""
-    fields = {f"model__rope_{name}": value for name, value in SCALINGS[kind].items()}
-    cfg = tiny(**BATCH, model__rotary_base=10.0, model__rope_scaling=kind, **fields)
-    (result,) = pools(1).run(train, cfg, steps=3)
-    curve, _, _ = oracle.train(cfg, masters([result.before]), 3)
-    assert worst(result.curve, curve) < TOLERANCE
-
-
 def cells():
     """Each grid once; test_features.py and benchmarks/parity.py have the features one by one."""
     for tp, pp, dp in GRIDS:
