@@ -20,6 +20,7 @@ from megakit.parallel.loss import IGNORE
 from megakit.train.evaluate import evaluate
 from tests.tiny import tiny
 from tests.train import oracle
+from tests.train.jobs import config, records, run_job
 from tests.train.parity import assemble, engine, micro_batches, train, worst
 
 BATCH = {"train__global_batch_size": 4}
@@ -289,3 +290,18 @@ def test_recomputation_changes_no_bit(pools, kind, recompute):
     assert [r.curve for r in got] == [r.curve for r in expected]
     for a, b in zip(got, expected):
         assert all(torch.equal(a.weights[n], b.weights[n]) for n in b.weights)
+
+
+def test_a_whole_run(tmp_path):
+    """Loader, steps, evaluation and checkpoints, with the documents of the stream: the same losses as without cp."""
+    keys = {"train__steps": 2, "train__eval_interval": 2, "train__eval_samples": 4}
+    keys |= {"data__isolate_documents": True, "data__eod_mask_loss": True}
+    losses = {}
+    for cp in (1, 2):
+        cfg = config(tmp_path / str(cp), parallel__cp=cp, **keys)
+        assert run_job(cfg) == (0, "")
+        losses[cp] = [r["loss"] for r in records(tmp_path / str(cp))]
+    assert len(losses[1]) == 3 and losses[2] == pytest.approx(losses[1], rel=1e-5)
+    plain = config(tmp_path / "plain", **{**keys, "data__isolate_documents": False})
+    assert run_job(plain) == (0, "")
+    assert [r["loss"] for r in records(tmp_path / "plain")] != pytest.approx(losses[1], rel=1e-4)

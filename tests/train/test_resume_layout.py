@@ -46,7 +46,7 @@ def save(e, root, step):
 
 def run(pools, cfg, *args, **kwargs):
     p = cfg.parallel
-    results = pools(p.tp * p.pp * p.dp).run(go_on, cfg, *args, **kwargs)
+    results = pools(p.tp * p.pp * p.cp * p.dp).run(go_on, cfg, *args, **kwargs)
     assert all(r[0] == results[0][0] for r in results), "ranks disagree"
     return results[0][0], assemble([r[1] for r in results])
 
@@ -107,6 +107,22 @@ def test_any_dp_to_any_other(pools, tmp_path):
         assert worst(curve, before[3:]) < 1e-5
         if (dp, zero) == (2, 1):
             assert curve == before[3:], "the same layout goes on to the bit"
+
+
+def test_context_parallel_to_none_and_back(pools, tmp_path):
+    """Whose ZeRO 1 shards over cp."""
+
+    def cfg(cp, zero):
+        keys = {"parallel__cp": cp, "parallel__zero": zero, "data__isolate_documents": True}
+        return tiny("gpt2", train__global_batch_size=4, **keys)
+
+    before, _ = run(pools, cfg(2, 1), tmp_path, 0, 4, save_at=2)
+    _, original = run(pools, cfg(2, 1), tmp_path, 2, 2)
+    for cp, zero in [(1, 0), (4, 1), (2, 1)]:
+        curve, loaded = run(pools, cfg(cp, zero), tmp_path, 2, 4)
+        assert equal(loaded, original)
+        assert worst(curve, before[2:]) < 1e-5
+    assert curve == before[2:], "the same layout goes on to the bit"
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
