@@ -70,7 +70,8 @@ class FullyShardedBuffers:
         self.units: list[list[ParamSpec]] = []
         """Parameters that travel together; the root's first."""
         self._root: FSDPModule | None = None
-        self._sharded: dict[str, nn.Parameter] = {}
+        self.sharded: dict[str, nn.Parameter] = {}
+        """This rank's rows as torch has them; until `attach` there are none."""
         self._shards: dict[str, Shard] = {}
         self._left = 0
 
@@ -95,10 +96,10 @@ class FullyShardedBuffers:
         module.register_forward_pre_hook(self._before_forward)
         module.register_forward_hook(self._after_forward)
         for name, ((first, attribute), *_) in places.items():
-            self._sharded[name] = getattr(first, attribute)
-            self._shards[name] = self._shard(self.specs[name], self._local(self._sharded[name]))
+            self.sharded[name] = getattr(first, attribute)
+            self._shards[name] = self._shard(self.specs[name], self._local(self.sharded[name]))
             self._shards[name].master.zero_()  # rows that pad the vocabulary are never filled
-        self.parameters = {name: nn.Parameter(self._local(p), requires_grad=False) for name, p in self._sharded.items()}
+        self.parameters = {name: nn.Parameter(self._local(p), requires_grad=False) for name, p in self.sharded.items()}
 
     def _places(self, module: nn.Module) -> dict[str, list[Place]]:
         """Where the module has each parameter: fully_shard puts others there."""
@@ -161,7 +162,7 @@ class FullyShardedBuffers:
             raise RuntimeError(f"gradient contributions are missing: {self._left} micro-batches were not run")
         late: dict[tuple[str, ...], list[Shard]] = {}
         for name, shard in self._shards.items():
-            grad = self._sharded[name].grad
+            grad = self.sharded[name].grad
             if grad is None:
                 raise RuntimeError(f"gradient contributions are missing: {name} has none")
             shard.grad = _padded(self._local(grad), shard.master.numel())
@@ -181,7 +182,7 @@ class FullyShardedBuffers:
     def clear_grads(self) -> None:
         """Ready for the next step."""
         for name, shard in self._shards.items():
-            self._sharded[name].grad = None
+            self.sharded[name].grad = None
             shard.grad = torch.empty(0)
 
     # weights go out

@@ -6,6 +6,7 @@ partial, that of the second is whole), varying (each rank has its own part) or p
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -67,6 +68,8 @@ class TypedComm(FakeComm):
         super().__init__(state)
         self.axes = axes
         self.ledger: Ledger | None = None
+        self.sums: Counter[tuple[str, str, int]] | None = None
+        """Where there is no ledger: operation, group and elements of each sum over replicas, or of any outside a function."""
         self._within: tuple[str | None] | None = None
         self.close: Callable[[], None] = lambda: None
         """Called when the optimizer begins."""
@@ -97,7 +100,7 @@ class TypedComm(FakeComm):
         return x
 
     def all_reduce(self, x: torch.Tensor, axis: str, op: str = "sum") -> Handle:
-        if axis == "world" and self.ledger:
+        if axis == "world":
             self.close()
         before = get_local_type(x)
         with spmd.no_typecheck():
@@ -137,6 +140,8 @@ class TypedComm(FakeComm):
     def _follow(self, op: str, axis: str, x: torch.Tensor, out: torch.Tensor, before: LocalSpmdType) -> None:
         if self.size(axis) == 1:
             return
+        if self.sums is not None and op in ("all_reduce", "reduce_scatter") and axis != "world":
+            self.sums[op, axis, x.numel()] += 1
         if op == "all_gather" and self.ledger:
             self.ledger.gathered(axis, out)
         if self.ledger and self.ledger.holds(x):

@@ -22,9 +22,11 @@ from spmd_types.checker import typecheck as type_mode
 from megakit.config.schema import Config
 from megakit.modeling.decoder import MicroBatch, Stage
 from megakit.modeling.layout import stage_params
+from megakit.parallel.fsdp import FullyShardedBuffers
 from megakit.parallel.grid import ParallelState
 from megakit.parallel.zero import FlatBuffers
 from megakit.train.engine import Engine
+from megakit.verify import fully_sharded
 from megakit.verify.axes import Axes
 from megakit.verify.functions import TypeFault, dual, instrumented, mismatch
 from megakit.verify.ledger import Ledger, Sums
@@ -53,13 +55,12 @@ class _Check:
 
     def __init__(self, engine: Engine):
         assert isinstance(engine.comm, TypedComm)
-        if not isinstance(engine.buffers, FlatBuffers):
-            raise NotImplementedError("types with parallel.zero=3")
         self.engine, self.comm, self.axes = engine, engine.comm, engine.comm.axes
         self.buffers = engine.buffers
         self.sequence = V if engine.region.sequence_parallel else I
         self.names = {id(p): name for name, p in engine.buffers.parameters.items()}
         self.ledger = Ledger(self.axes)
+        self.weights: dict[str, dict[Any, Any]] = {}
         self.gradients: dict[str, dict[Any, Any]] = {}
         self._type_parameters()
 
@@ -74,8 +75,9 @@ class _Check:
         # replicated parameters see the activations of this rank only, under sequence parallelism its part of the sequence
         alike = R if self.sequence is V else I
         for name, param in engine.buffers.parameters.items():
-            set_local_type(param, self.types(V if name in sharded else alike, R))
-            gradient = dual(get_local_type(param))
+            self.weights[name] = self.types(V if name in sharded else alike, R)
+            set_local_type(param, dict(self.weights[name]))
+            gradient = dual(self.weights[name])
             if engine.state.size("pp") > 1:
                 ends = {stage.layout.first for stage in engine.stages} | {stage.layout.last for stage in engine.stages}
                 tied = engine.cfg.model.tie_embeddings and name == "embedding.word.weight" and True in ends
@@ -94,7 +96,7 @@ class _Check:
                 spmd.set_current_mesh({self.axes.name(a): a for a in self.axes.mesh}),
                 type_mode(),
                 spmd.no_typecheck(),
-                Sums(self.ledger),
+                fully_sharded.hooks_untyped() if isinstance(self.buffers, FullyShardedBuffers) else Sums(self.ledger),
             ):
                 engine.train_step(batches, engine.cfg.optim.lr)
             self.ledger.end()
@@ -105,13 +107,26 @@ class _Check:
     def _watch(self) -> None:
         """The engine's door, buffers and stages tell this check what passes. It is of no other use afterwards."""
         buffers = self.buffers
-        self.comm.ledger, self.comm.close = self.ledger, self._optimizer_begins
-        buffers.add = partial(self._contribution, buffers.add)  # type: ignore[method-assign]
+        if isinstance(buffers, FullyShardedBuffers):
+            self._watch_fully_sharded(buffers)
+        else:
+            self.comm.ledger, self.comm.close = self.ledger, partial(self._optimizer_begins, buffers)
+            buffers.add = partial(self._contribution, buffers.add)  # type: ignore[method-assign]
         for stage in self.engine.stages:
             stage.forward = partial(self._forward, stage, stage.forward)  # type: ignore[method-assign]
 
-    def _optimizer_begins(self) -> None:
-        buffers = self.buffers
+    def _watch_fully_sharded(self, buffers: FullyShardedBuffers) -> None:
+        counted = fully_sharded.Reductions(buffers, self.comm, self._late)
+        self.comm.close = lambda: self.ledger.errors.extend(counted.close())
+        for stage in self.engine.stages:
+            fully_sharded.type_weights_at_use(stage, buffers, self.weights, self.names)
+
+    def _late(self, name: str) -> list[str]:
+        """Groups over which a gradient is still partial when it has been summed over the replicas."""
+        replicas = self.axes.of("dp_cp")
+        return [self.axes.name(a) for a, kind in self.gradients[name].items() if kind is P and a not in replicas]
+
+    def _optimizer_begins(self, buffers: FlatBuffers) -> None:
         if not self.ledger.closed:
             self.ledger.close((shard.grad for shard in buffers.shards), "dp_shard" if buffers.level else None)
 

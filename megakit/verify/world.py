@@ -12,10 +12,12 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megakit.config.schema import Config
@@ -51,10 +53,26 @@ def fake_rank(cfg: Config, rank: int, comm: Callable[[ParallelState], Comm] = Fa
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Set timeout is now only supported")
             state = ParallelState(grid, torch.device("cpu"), timedelta(seconds=60))
-        with FakeTensorMode():
+        with FakeTensorMode(), _real_meshes():
             yield Engine(cfg, state, comm(state))
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def _real_meshes() -> Iterator[None]:
+    """A device mesh, which fully_shard asks for, reads ranks out of a tensor: a real one."""
+    made = DeviceMesh.from_group
+
+    def from_group(*args: Any, **kwargs: Any) -> DeviceMesh:
+        with unset_fake_temporarily():
+            return made(*args, **kwargs)
+
+    DeviceMesh.from_group = staticmethod(from_group)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        DeviceMesh.from_group = made  # type: ignore[method-assign]
 
 
 def fake_batches(engine: Engine) -> list[MicroBatch]:

@@ -17,8 +17,9 @@ from spmd_types import R, S, rules
 
 import megakit
 from megakit.modeling import attention, decoder, mlp
-from megakit.parallel import loss, tensor
+from megakit.parallel import fsdp, loss, tensor
 from megakit.parallel.comm import Comm, Handle
+from megakit.parallel.fsdp import FullyShardedBuffers
 from megakit.parallel.zero import FlatBuffers
 from megakit.train import engine
 from megakit.verify.rules import RULES, communicates_over
@@ -68,6 +69,8 @@ LAYOUTS = {
     "cp documents": {"cp": 2, "data__isolate_documents": True, "recompute": "full"},
     "cp dropout": {**SP, "cp": 2, "model__hidden_dropout": 0.1, "model__attention_dropout": 0.1, "recompute": "selective"},
     "documents": {"tp": 2, "data__isolate_documents": True},
+    "zero 3": {"dp": 2, "zero": 3},
+    "zero 3, sp, replicas": {**SP, "dp": 4, "zero": 3, "zero_group": 2, "recompute": "full"},
     "bf16": {**SP, "dp": 2, "zero": 1, "train__precision": "bf16"},
 }
 
@@ -264,8 +267,23 @@ def another_group(op, group, instead):
     return plant
 
 
+def no_sum_of_replicas(patch):
+    patch.setattr(FullyShardedBuffers, "_sum_replicas", lambda self, grad: None)
+
+
+def scattered_twice(patch):
+    original = fsdp._ReduceScatter.__call__
+
+    def faulty(self, **kw):
+        original(self, **kw)
+        original(self, **kw)
+
+    patch.setattr(fsdp._ReduceScatter, "__call__", faulty)
+
+
 TIED = {"pp": 2, "model__tie_embeddings": True}
 ZERO = {"dp": 2, "zero": 1}
+ZERO_3 = {**SP, "dp": 4, "zero": 3, "zero_group": 2}
 HYBRID = {"dp": 4, "zero": 1, "zero_group": 2}
 FAULTS = {
     # name: (layout, plant, words of the report)
@@ -297,6 +315,15 @@ FAULTS = {
         ("Gathered.forward", "all_gather over dp", "over cp"),
     ),
     "ring over tp": ({"tp": 2, "cp": 2}, another_group("shift", "cp", "tp"), ("Ring.forward", "shift over tp", "over cp")),
+    "ZeRO 3, no sum of replicas": (ZERO_3, no_sum_of_replicas, ("ZeRO 3", "all_reduce over dp_replicate", "0 times, should be")),
+    "ZeRO 3, scattered twice": (ZERO_3, scattered_twice, ("ZeRO 3", "reduce_scatter over dp_shard", "2 times, should be 1")),
+    "ZeRO 3, norms not summed": (ZERO_3, late((), "norm"), ("ZeRO 3", "all_reduce over tp", "0 times, should be 1")),
+    "ZeRO 3, norms summed twice": (ZERO_3, late(("tp", "tp"), "norm"), ("ZeRO 3", "all_reduce over tp", "2 times, should be 1")),
+    "ZeRO 3, column gradient not reduced": (
+        ZERO_3,
+        region("enter_backward", unreduced_input_gradient),
+        ("Linear.backward of output.weight", "partial over tp", "missing"),
+    ),
     "column gradient not reduced": (
         {"tp": 2},
         region("enter_backward", unreduced_input_gradient),
