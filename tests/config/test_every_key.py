@@ -135,7 +135,7 @@ PROOFS: dict[str, Changes | Refuses | Permits] = {
     "train.z_loss": Changes(0.1, see.training),
     "train.eval_interval": Changes(2, see.whole_run, RUN),
     "train.eval_samples": Changes(3, see.whole_run, {**RUN, "train.eval_interval": 4}),
-    "train.max_skipped_steps": Changes(2, see.whole_run, {**RUN, "model.init_method_std": 1e30}),
+    "train.max_skipped_steps": Changes(2, see.whole_run, {**RUN, "model.init_method_std": 1e39}),
     "train.generate_tokens": Changes(5, see.whole_run, SPEAKS),
     "train.generate_prompt": Changes("of", see.whole_run, SPEAKS),
     "optim.lr": Changes(0.01, see.training),
