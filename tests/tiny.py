@@ -68,10 +68,13 @@ def tiny(family: str = "llama", **keys: Any) -> Config:
     return cfg
 
 
-def batch(cfg: Config, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """tokens and labels [GBS, S] of one step; the valid labels are uneven over the batch, and one sample has none."""
+def batch(cfg: Config, step: int, size: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """tokens and labels [`size`, S] of one step; the valid labels are uneven over the batch, and one sample has none.
+
+    `size` None: train.global_batch_size.
+    """
     rng = np.random.default_rng(1000 + step)
-    n, s = cfg.train.global_batch_size, cfg.train.seq_len
+    n, s = size or cfg.train.global_batch_size, cfg.train.seq_len
     ids = torch.from_numpy(rng.integers(cfg.model.vocab_size, size=(n, s + 1)))
     keep = torch.from_numpy(rng.random((n, s))) < torch.linspace(0.0, 1.0, n)[:, None]
     return ids[:, :-1], ids[:, 1:].where(keep, IGNORE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import fields
 
+from megakit.config.batch import BatchSize, lr_factor
 from megakit.config.keys import show
 from megakit.config.ranges import check_each
 from megakit.config.schema import Config, ModelConfig, OptimConfig, ParallelConfig
@@ -35,12 +36,12 @@ def check(cfg: Config) -> None:
 
 
 def total_steps(cfg: Config) -> int:
-    """Optimizer steps of the run; train.tokens is rounded up to whole steps."""
+    """Optimizer steps of the run, a ramp-up of the batch included; train.tokens is rounded up to whole steps."""
     if cfg.train.steps is not None:
         return cfg.train.steps
     if cfg.train.tokens is None:
         raise Refused("train.steps and train.tokens are both missing: give train.steps=N or train.tokens=N")
-    return math.ceil(cfg.train.tokens / (cfg.train.global_batch_size * cfg.train.seq_len))
+    return BatchSize.of(cfg.train).steps_for(math.ceil(cfg.train.tokens / cfg.train.seq_len))
 
 
 def model_ranks(cfg: Config) -> int:
@@ -289,6 +290,31 @@ def _check_batch(cfg: Config) -> None:
         by = f"train.micro_batch_size = {t.micro_batch_size}" + (f" x parallel.dp = {dp} = {unit}" if dp > 1 else "")
         near = _near(t.global_batch_size, unit)
         raise Refused(f"train.global_batch_size = {t.global_batch_size} is not divisible by {by}: use {near}")
+    if t.rampup_batch_size is not None:
+        _check_rampup(t.rampup_batch_size, t.global_batch_size, unit)
+
+
+def _check_rampup(given: list[int], final: int, unit: int) -> None:
+    """`unit`: micro_batch_size x dp, which must divide every size of the ramp-up."""
+    shown = f"train.rampup_batch_size = {show(given)}"
+    if len(given) != 3:
+        raise Refused(f"{shown} has {len(given)} numbers: give [START, INCREMENT, SAMPLES], or null")
+    start, increment = given[:2]
+    if start >= final:
+        raise Refused(f"{shown} starts at train.global_batch_size = {final} or above it: use a smaller start, or null")
+    by = f"train.micro_batch_size x parallel.dp = {unit}"
+    if start % unit:
+        valid = [n for n in (start // unit * unit, start // unit * unit + unit) if 0 < n < final]
+        cure = f"start at {' or '.join(map(str, valid))}" if valid else "there is no smaller batch: use null"
+        raise Refused(f"{shown}: its size {start} is not divisible by {by}: {cure}")
+    if increment % unit or (final - start) % increment:
+        fit = [unit * n for n in _divisors((final - start) // unit)]  # start and final are multiples of unit
+        near = " or ".join(map(str, sorted(sorted(fit, key=lambda n: (abs(n - increment), n))[:2])))
+        if (final - start) % increment:
+            wrong = f"its increment {increment} does not divide train.global_batch_size {final} - {start} = {final - start}"
+        else:
+            wrong = f"its size {start + increment} is not divisible by {by}"
+        raise Refused(f"{shown}: {wrong}: increment by {near}")
 
 
 def _check_length(cfg: Config) -> None:
@@ -313,11 +339,14 @@ def _check_schedule(cfg: Config) -> None:
     o, steps = cfg.optim, total_steps(cfg)
     if o.min_lr > o.lr:
         raise Refused(f"optim.min_lr = {o.min_lr} is above optim.lr = {o.lr}: use optim.min_lr <= {o.lr}")
-    if o.schedule != "wsd" and o.wsd_decay_steps is not None:
-        raise Refused(
-            f"optim.wsd_decay_steps = {o.wsd_decay_steps} changes nothing with optim.schedule = {o.schedule}: leave it out,"
-            " or use optim.schedule=wsd"
-        )
+    _check_scaling(cfg)
+    of_wsd = {"wsd_decay_steps": o.wsd_decay_steps is not None, "wsd_decay_style": o.wsd_decay_style != "linear"}
+    for name, given in of_wsd.items():
+        if o.schedule != "wsd" and given:
+            raise Refused(
+                f"optim.{name} = {getattr(o, name)} changes nothing with optim.schedule = {o.schedule}: leave it out, or use"
+                " optim.schedule=wsd"
+            )
     if o.schedule == "constant":
         for name, value, off in (("decay_steps", o.decay_steps, None), ("min_lr", o.min_lr, 0.0)):
             if value != off:
@@ -373,6 +402,27 @@ def _check_precision(cfg: Config) -> None:
         raise Refused(
             f"optim.min_loss_scale = {show(o.min_loss_scale)} is above optim.initial_loss_scale ="
             f" {show(o.initial_loss_scale)}: use optim.min_loss_scale <= {show(o.initial_loss_scale)}"
+        )
+
+
+def _check_scaling(cfg: Config) -> None:
+    o = cfg.optim
+    if o.lr_scaling == "none":
+        if o.base_batch_size is not None:
+            raise Refused(
+                f"optim.base_batch_size = {o.base_batch_size} changes nothing with optim.lr_scaling = none: leave it out, or use"
+                " optim.lr_scaling=sqrt"
+            )
+        return
+    if o.base_batch_size is None:
+        raise Refused(
+            f"optim.lr_scaling = {o.lr_scaling} needs optim.base_batch_size, which is null: give the global batch size that"
+            f" optim.lr = {o.lr} was tuned for"
+        )
+    if (peak := o.lr * lr_factor(cfg)) > 1:
+        raise Refused(
+            f"optim.lr = {o.lr} becomes {peak:g}, scaled {o.lr_scaling} from optim.base_batch_size = {o.base_batch_size} to"
+            f" train.global_batch_size = {cfg.train.global_batch_size}: use a smaller lr, or optim.lr_scaling=none"
         )
 
 

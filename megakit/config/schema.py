@@ -124,6 +124,8 @@ class TrainConfig:
     """Samples per forward pass of one data-parallel rank."""
     global_batch_size: int = MISSING
     """Samples per optimizer step, over all ranks."""
+    rampup_batch_size: Optional[List[int]] = None
+    """[START, INCREMENT, SAMPLES]: the batch grows from START to global_batch_size, by INCREMENT, over SAMPLES samples."""
     seq_len: int = MISSING
     """Tokens per sample."""
     seed: int = 1234
@@ -156,6 +158,10 @@ class OptimConfig:
     """Peak learning rate."""
     min_lr: float = 0.0
     """Learning rate at the end of the decay."""
+    lr_scaling: str = "none"
+    """none | linear | sqrt: lr and min_lr are multiplied by train.global_batch_size / base_batch_size, or its root."""
+    base_batch_size: Optional[int] = None
+    """Global batch size that lr was tuned for; only with lr_scaling."""
     warmup_steps: int = 0
     """Steps of linear warm-up from 0 to lr."""
     decay_steps: Optional[int] = None
@@ -164,6 +170,8 @@ class OptimConfig:
     """After the warm-up: cosine | linear | constant | wsd (stable, then decays over wsd_decay_steps)."""
     wsd_decay_steps: Optional[int] = None
     """Length of the final decay of the wsd schedule, ending at decay_steps; null: a tenth of the decay steps."""
+    wsd_decay_style: str = "linear"
+    """Shape of the final decay of the wsd schedule: linear | cosine | minus_sqrt (1 - sqrt of the progress)."""
     weight_decay: float = 0.1
     """Decoupled weight decay; never on norms and biases."""
     beta1: float = 0.9

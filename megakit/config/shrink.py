@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from megakit.config import rules
@@ -25,7 +26,8 @@ def shrink(cfg: Config) -> Config:
     """The minimal reproduction of a recipe: grid axes above 1 become 2, sizes are cut, and made-up data is used.
 
     Kept: schedule, ZeRO stage, recomputation, sequence parallelism, uneven stages, tying, biases, norms, activation,
-    dropout, MHA or the GQA ratio, a vocabulary that needs padding, precision, accumulation, the learning-rate schedule.
+    dropout, MHA or the GQA ratio, a vocabulary that needs padding, precision, accumulation, a ramp-up of the batch, the
+    learning-rate schedule and its scaling.
     """
     cfg = rules.resolve(cfg, rules.planned_world(cfg))
     grid = {axis: min(getattr(cfg.parallel, axis), 2) for axis in ("dp", "pp", "cp", "tp")}
@@ -93,7 +95,7 @@ def _seq_len(cfg: Config, grid: dict[str, int]) -> int:
 def _train(cfg: Config, grid: dict[str, int]) -> dict[str, Any]:
     t, o, dp = cfg.train, cfg.optim, cfg.parallel.dp or 1
     full = t.global_batch_size // (t.micro_batch_size * dp)
-    starved = full < cfg.parallel.pp
+    starved = full < cfg.parallel.pp and t.rampup_batch_size is None
     # whole blocks of pp = 2, as an interleaved schedule takes them
     micro_batches = 1 if starved else min(full, MOST_MICRO_BATCHES) // grid["pp"] * grid["pp"]
     micro_batch = min(t.micro_batch_size, 2)
@@ -106,16 +108,24 @@ def _train(cfg: Config, grid: dict[str, int]) -> dict[str, Any]:
         "train.tokens": None,
         "train.micro_batch_size": micro_batch,
         "train.global_batch_size": batch,
+        "train.rampup_batch_size": t.rampup_batch_size and _rampup(batch, micro_batch * grid["dp"]),
         "train.seq_len": _seq_len(cfg, grid),
         "train.eval_interval": EVALUATE_AT if t.eval_interval else 0,
         "train.eval_samples": min(t.eval_samples, batch),
         "train.generate_tokens": 0,
         "train.generate_prompt": "",
+        "optim.base_batch_size": o.base_batch_size and math.ceil(o.base_batch_size * batch / t.global_batch_size),
         "optim.warmup_steps": min(o.warmup_steps, 1) if steps > 2 else 0,
         "optim.decay_steps": None if o.decay_steps is None else max(2, steps - 1) if stops_early else steps + 1,
         "optim.wsd_decay_steps": None if o.wsd_decay_steps is None else 1,
         **({} if cfg.parallel.zero == 3 else {"parallel.bucket_size": min(cfg.parallel.bucket_size, BUCKET_SIZE)}),
     }
+
+
+def _rampup(batch: int, unit: int) -> list[int]:
+    """Two steps of half the batch (in whole `unit`s), of which the second is the last before the save."""
+    half = batch // unit // 2 * unit
+    return [half, batch - half, 2 * half]
 
 
 def _surroundings(cfg: Config) -> dict[str, Any]:

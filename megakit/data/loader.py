@@ -11,18 +11,19 @@ from typing import Optional, Union
 
 import numpy as np
 
+from megakit.config.batch import BatchSize
 from megakit.data.stream import SampleStream
 from megakit.errors import Refused
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One optimizer step's samples, as seen by one data-parallel rank with n = global_batch_size // dp rows."""
+    """One optimizer step's samples, as seen by one data-parallel rank with n = batch size // dp rows."""
 
     ids: np.ndarray
     """Sample ids of this rank's rows, int64 [n]."""
     all_ids: np.ndarray
-    """Sample ids of the whole global batch, int64 [global_batch_size]; the same on every rank."""
+    """Sample ids of the whole global batch, int64 [n * dp]; the same on every rank."""
     tokens: np.ndarray
     """int64 [n, seq_len + 1]."""
     documents: Optional[np.ndarray] = None
@@ -32,7 +33,7 @@ class Batch:
 class Loader:
     """Endless iterator of batches from position `start` (consumed samples), which is all that a resume needs.
 
-    Batch k holds the global positions [start + k * global_batch_size, ...); rank d of dp has rows [d * n, (d + 1) * n).
+    The batch at position p holds the global positions [p, p + size.at(p)); rank d of dp has its rows [d * n, (d + 1) * n).
     With `documents` a batch has them too. `prefetch` batches are read ahead; 0 reads in the caller's thread. An error while
     reading is raised by the next() that would have returned that batch, and by every one after it. Close it, or use it as
     a context manager.
@@ -44,18 +45,16 @@ class Loader:
         *,
         dp: int,
         dp_rank: int,
-        global_batch_size: int,
+        size: BatchSize,
         start: int,
         prefetch: int,
         documents: bool = False,
     ):
-        if global_batch_size % dp:
-            raise Refused(f"train.global_batch_size={global_batch_size} can't be divided among {dp} data-parallel ranks")
+        if size.divisor % dp:
+            raise Refused(f"train.global_batch_size={size.final} can't be divided among {dp} data-parallel ranks")
         if not 0 <= dp_rank < dp or start < 0 or prefetch < 0:
             raise ValueError(f"dp_rank {dp_rank} of {dp}, start {start}, prefetch {prefetch}")
-        self._stream, self._batch, self._documents = stream, global_batch_size, documents
-        n = global_batch_size // dp
-        self._rows = slice(dp_rank * n, (dp_rank + 1) * n)
+        self._stream, self._size, self._dp, self._dp_rank, self._documents = stream, size, dp, dp_rank, documents
         self._error: Optional[BaseException] = None
         self.position = start
         """Global position of the next batch that next() returns."""
@@ -78,7 +77,7 @@ class Loader:
         if isinstance(item, BaseException):
             self._error = item
             raise item
-        self.position += self._batch
+        self.position += len(item.all_ids)
         return item
 
     def close(self) -> None:
@@ -101,8 +100,9 @@ class Loader:
         self.close()
 
     def _read(self, position: int) -> Batch:
-        all_ids = self._stream.ids(position, self._batch)
-        ids = all_ids[self._rows]
+        all_ids = self._stream.ids(position, self._size.at(position))
+        n = len(all_ids) // self._dp
+        ids = all_ids[self._dp_rank * n : (self._dp_rank + 1) * n]
         return Batch(ids, all_ids, self._stream.read(ids), self._stream.documents_of(ids) if self._documents else None)
 
     def _fill(self, position: int) -> None:
@@ -115,4 +115,4 @@ class Loader:
             self._queue.put(item)
             if isinstance(item, BaseException):
                 return
-            position += self._batch
+            position += len(item.all_ids)

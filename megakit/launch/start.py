@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
+from megakit.config.batch import BatchSize
 from megakit.config.rules import cluster_world, model_ranks, planned_world, resolve
 from megakit.config.schema import Config
 from megakit.errors import EXIT_ASKED_TO_STOP, EXIT_DONE, EXIT_NOT_FINITE, Refused
@@ -80,7 +81,8 @@ def local_world(cfg: Config, gpus: int, argv: Sequence[str] = ()) -> int:
     if cfg.parallel.dp is not None or cluster_world(cfg) is not None:
         return need
     replicas = gpus // ranks
-    fitting = [dp for dp in range(1, replicas + 1) if cfg.train.global_batch_size % (cfg.train.micro_batch_size * dp) == 0]
+    sizes = BatchSize.of(cfg.train).divisor
+    fitting = [dp for dp in range(1, replicas + 1) if sizes % (cfg.train.micro_batch_size * dp) == 0]
     return max(fitting, default=replicas) * ranks
 
 

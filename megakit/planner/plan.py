@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megakit.config import rules
+from megakit.config.batch import BatchSize, lr_factor
 from megakit.config.schema import Config, ModelConfig
 from megakit.modeling.layout import StageLayout, context_length, parameter_count, rank_stages, stage_params, units
 from megakit.parallel.grid import Grid
@@ -110,9 +111,15 @@ class Plan:
     micro_batch_size: int
     global_batch_size: int
     micro_batches: int
-    """Of one data parallel rank per step (gradient accumulation)."""
+    """Of one data parallel rank per step (gradient accumulation), with the whole batch."""
     seq_len: int
     tokens_per_step: int
+    """With the whole batch."""
+    batch_sizes: list[tuple[int, int]]
+    """(samples of a step, number of such steps), in order; more than one during a ramp-up."""
+    lr: float
+    """The peak learning rate, scaled to the batch."""
+    min_lr: float
     steps: int
     tokens: int
     samples: int
@@ -142,6 +149,7 @@ def make_plan(cfg: Config, world: int | None = None) -> Plan:
     schedule.check(table)
     stages = [stage_plan(cfg, grid, rank, row, n) for rank, (row, n) in enumerate(zip(table.rows, table.held(), strict=True))]
     steps = rules.total_steps(cfg)
+    samples = BatchSize.of(t).samples_of(steps)
     per_node = cfg.cluster.gpus_per_node
     return Plan(
         name=cfg.run.name,
@@ -166,9 +174,12 @@ def make_plan(cfg: Config, world: int | None = None) -> Plan:
         micro_batches=micro_batches,
         seq_len=t.seq_len,
         tokens_per_step=t.global_batch_size * t.seq_len,
+        batch_sizes=_batch_sizes(BatchSize.of(t), steps),
+        lr=cfg.optim.lr * lr_factor(cfg),
+        min_lr=cfg.optim.min_lr * lr_factor(cfg),
         steps=steps,
-        tokens=steps * t.global_batch_size * t.seq_len,
-        samples=steps * t.global_batch_size,
+        tokens=samples * t.seq_len,
+        samples=samples,
         stages=stages,
         worst_stage=max(stages, key=lambda s: s.total_bytes).index,
         formula=_formula(cfg, grid),
@@ -245,6 +256,16 @@ def to_json(plan: Plan) -> str:
     return json.dumps(dataclasses.asdict(plan), indent=1) + "\n"
 
 
+def _batch_sizes(batch: BatchSize, steps: int) -> list[tuple[int, int]]:
+    out = []
+    for size, there in batch.runs():
+        n = steps if there is None else min(steps, there)
+        if n:
+            out.append((size, n))
+        steps -= n
+    return out
+
+
 def _joined(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """Neighbouring runs of ranks made one."""
     out: list[tuple[int, int]] = []
@@ -290,15 +311,21 @@ def _notes(cfg: Config, grid: Grid, stages: list[StagePlan], open_world: bool) -
             f" optim.lr = {cfg.optim.lr:g} is not passed"
         )
     micro_batches = _micro_batches(cfg, grid)
+    batch = BatchSize.of(t)
+    if _batch_sizes(batch, rules.total_steps(cfg))[-1][0] < batch.final:
+        notes.append(
+            f"the run ends in its ramp-up, train.rampup_batch_size = {t.rampup_batch_size}: it takes"
+            f" {batch.samples_of(rules.total_steps(cfg)):,} samples, and train.global_batch_size = {batch.final} is not reached"
+        )
     if open_world:
         notes.append(
             f"parallel.dp is null and cluster.gpus_per_node unknown: planned for dp {grid.dp}; a run takes all ranks there are"
         )
-    if micro_batches < grid.pp:
-        notes.append(
-            f"{micro_batches} micro-batches starve {grid.pp} pipeline stages: use train.global_batch_size >="
-            f" {grid.pp * t.micro_batch_size * grid.dp}"
-        )
+    unit = t.micro_batch_size * grid.dp
+    for size, key in ((batch.final, "train.global_batch_size"), (batch.start, "a start of train.rampup_batch_size")):
+        if size // unit < grid.pp:
+            notes.append(f"{size // unit} micro-batches starve {grid.pp} pipeline stages: use {key} >= {grid.pp * unit}")
+            break
     if _fully_sharded(cfg, grid) and _accumulates_whole(cfg, grid):
         notes.append(
             f"gradients accumulate unsharded over {micro_batches} micro-batches, {stages[0].gradient_bytes / GIB:.1f} GiB: with"

@@ -42,6 +42,13 @@ def _summary(plan: Plan) -> Table:
         f"{plan.global_batch_size:,} samples = {plan.micro_batches:,} micro-batches of {plan.micro_batch_size}"
         f" x dp {plan.grid['dp']}; {plan.tokens_per_step:,} tokens of {plan.seq_len:,} per sample",
     )
+    if len(plan.batch_sizes) > 1:
+        *ramp, _ = sizes = plan.batch_sizes
+        table.add_row(
+            "ramp-up",
+            f"{', '.join(f'{n:,} x {size:,}' for size, n in ramp[:3])}{' ... ' * (len(ramp) > 3)}"
+            f" samples, {sum(n for _, n in ramp):,} steps in all; then {sizes[-1][0]:,} samples a step",
+        )
     table.add_row("run", f"{plan.steps:,} steps, {plan.samples:,} samples, {plan.tokens:,} tokens")
     return table
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megakit.checkpoint import store
 from megakit.checkpoint.hf import HfSource
+from megakit.config.batch import BatchSize
 from megakit.config.rules import total_steps
 from megakit.config.schema import Config
 from megakit.data.build import build_streams
@@ -81,8 +82,8 @@ def _last_step(cfg: Config, choice: store.Choice) -> int:
     """The step at which the run is done. Steps before a resume may have had another batch size: train.tokens counts tokens."""
     if choice.step is None or choice.manifest is None or cfg.train.tokens is None:
         return total_steps(cfg)
-    left = cfg.train.tokens - choice.manifest["consumed_tokens"]
-    return choice.step + max(0, math.ceil(left / (cfg.train.global_batch_size * cfg.train.seq_len)))
+    left = math.ceil((cfg.train.tokens - choice.manifest["consumed_tokens"]) / cfg.train.seq_len)
+    return choice.step + BatchSize.of(cfg.train).steps_for(left, choice.manifest["consumed_samples"])
 
 
 def _start(cfg: Config, engine: Engine, choice: store.Choice) -> Progress:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from megakit.checkpoint import store
+from megakit.config.batch import BatchSize, lr_factor
 from megakit.config.schema import Config
 from megakit.data.loader import Loader
 from megakit.data.stream import SampleStream
@@ -79,7 +80,7 @@ class Trainer:
             self.train_stream,
             dp=state.size("dp"),
             dp_rank=state.index("dp"),
-            global_batch_size=cfg.train.global_batch_size,
+            size=BatchSize.of(cfg.train),
             start=self.progress.consumed_samples,
             prefetch=cfg.data.prefetch,
             documents=self.engine.needs_documents,
@@ -109,7 +110,7 @@ class Trainer:
         batch = next(loader)
         started = time.monotonic()
         first = progress.consumed_samples + self.engine.state.index("dp") * len(batch.ids)
-        lr = learning_rate(cfg.optim, progress.step + 1, self.total)
+        lr = learning_rate(cfg.optim, progress.step + 1, self.total, lr_factor(cfg))
         minutes = cfg.checkpoint.interval_minutes
         # rank 0's clock decides when to save by time; a signal at any one rank stops all
         save = bool(minutes) and self.engine.state.rank == 0 and started - self._last_save >= 60 * (minutes or 0)
@@ -118,13 +119,13 @@ class Trainer:
         result = self.engine.train_step(batches, lr, votes=(float(stop.name is not None), float(save)))
         took = time.monotonic() - started
         progress.step += 1
-        progress.consumed_samples += cfg.train.global_batch_size
+        progress.consumed_samples += len(batch.all_ids)
         if not result.skipped:
             progress.skipped_in_a_row = 0
         elif result.loss_scale is None or result.loss_scale <= cfg.optim.min_loss_scale:
             progress.skipped_in_a_row += 1  # else it was skipped to find a loss scale
         if self.writer:
-            self._report(self.writer, result, lr, took, started - asked_for)
+            self._report(self.writer, result, len(batch.all_ids), lr, took, started - asked_for)
             if cfg.data.log_sample_ids:
                 self.writer.samples(progress.step, batch.all_ids.tolist())
         if progress.skipped_in_a_row >= cfg.train.max_skipped_steps:
@@ -138,9 +139,9 @@ class Trainer:
             raise NotFinite(reason)
         return Asked(stop=result.votes[0] > 0, save=result.votes[1] > 0)
 
-    def _report(self, writer: MetricsWriter, result: StepResult, lr: float, took: float, waited: float) -> None:
+    def _report(self, writer: MetricsWriter, result: StepResult, samples: int, lr: float, took: float, waited: float) -> None:
         cfg, progress = self.cfg, self.progress
-        tokens = cfg.train.global_batch_size * cfg.train.seq_len
+        tokens = samples * cfg.train.seq_len
         per_gpu = tokens / took / self.engine.state.size("world")
         # tensor cores are as fast in fp16 as in bf16
         peak = cfg.cluster.peak_fp32_tflops if cfg.train.precision == "fp32" else cfg.cluster.peak_bf16_tflops

@@ -53,6 +53,17 @@ LLAMA3 = ["model.rope_scaling=llama3", *YARN[1:], "model.rope_low_freq_factor=1"
          ["train.global_batch_size = 10", "train.micro_batch_size = 4 x parallel.dp = 2 = 8", "8 or 16"]),
         (["train.global_batch_size=3", "train.micro_batch_size=4"], ["train.global_batch_size = 3", "= 4", "use 4"]),
         (["cluster.gpus_per_node=8"], ["train.global_batch_size = 8", "parallel.dp = 8 = 16", "use 16"]),
+        # the ramp-up of the batch
+        (["train.rampup_batch_size=[4,2]"], ["train.rampup_batch_size = [4, 2]", "[START, INCREMENT, SAMPLES]"]),
+        (["train.rampup_batch_size=[4,0,10]"], ["train.rampup_batch_size = 0", "at least 1"]),
+        (["train.rampup_batch_size=[8,2,10]"], ["[8, 2, 10]", "train.global_batch_size = 8", "null"]),
+        (["train.rampup_batch_size=[3,1,10]"], ["its size 3", "parallel.dp = 2", "start at 2 or 4"]),
+        (["train.rampup_batch_size=[1,1,10]"], ["its size 1", "parallel.dp = 2", "start at 2"]),
+        (["train.micro_batch_size=8", "train.rampup_batch_size=[4,4,10]"], ["its size 4", "no smaller batch: use null"]),
+        (["train.rampup_batch_size=[2,3,10]"], ["its size 5", "parallel.dp = 2", "increment by 2 or 6"]),
+        (["train.rampup_batch_size=[2,4,10]"], ["increment 4 does not divide", "8 - 2 = 6", "increment by 2 or 6"]),
+        (["train.global_batch_size=16", "train.rampup_batch_size=[4,2,10]", "parallel.dp=2"],
+         ["its size 6", "parallel.dp = 4", "increment by 4 or 12"]),
         (["train.steps=0"], ["train.steps = 0", "at least 1"]),
         (["train.steps=null", "train.tokens=0"], ["train.tokens = 0", "at least 1"]),
         (["train.tokens=1000"], ["train.steps = 10", "train.tokens = 1000", "train.tokens=null"]),
@@ -88,6 +99,11 @@ LLAMA3 = ["model.rope_scaling=llama3", *YARN[1:], "model.rope_low_freq_factor=1"
         (["optim.min_lr=0.01"], ["optim.min_lr = 0.01", "optim.lr = 0.001"]),
         (["optim.warmup_steps=5", "optim.decay_steps=5"], ["optim.decay_steps = 5", "optim.warmup_steps = 5", "> 5"]),
         (["optim.wsd_decay_steps=2"], ["optim.wsd_decay_steps = 2", "optim.schedule = cosine"]),
+        (["optim.wsd_decay_style=cosine"], ["optim.wsd_decay_style = cosine", "optim.schedule = cosine"]),
+        (["optim.base_batch_size=2"], ["optim.base_batch_size = 2", "optim.lr_scaling = none"]),
+        (["optim.lr_scaling=linear"], ["optim.lr_scaling = linear", "optim.base_batch_size, which is null", "0.001"]),
+        (["optim.lr=0.5", "optim.lr_scaling=linear", "optim.base_batch_size=2"],
+         ["optim.lr = 0.5 becomes 2", "optim.base_batch_size = 2", "train.global_batch_size = 8"]),
         (["optim.schedule=constant", "optim.decay_steps=5"], ["optim.decay_steps = 5", "optim.schedule = constant"]),
         (["optim.schedule=constant", "optim.min_lr=1e-4"], ["optim.min_lr = 0.0001", "optim.schedule = constant"]),
         (["optim.schedule=wsd", "optim.warmup_steps=5", "optim.wsd_decay_steps=6"],
@@ -153,6 +169,10 @@ def test_refused(overrides: list[str], says: list[str]):
         ["optim.warmup_steps=9", "optim.decay_steps=20"],
         ["optim.schedule=wsd", "optim.warmup_steps=5", "optim.wsd_decay_steps=5"],
         ["optim.schedule=constant"],
+        ["optim.schedule=wsd", "optim.wsd_decay_style=minus_sqrt"],
+        ["optim.lr_scaling=sqrt", "optim.base_batch_size=8"],
+        ["train.rampup_batch_size=[2,2,10]"],
+        ["train.rampup_batch_size=[2,6,1]"],
         ["train.eval_interval=5"],
         ["data.mock=false", "run.dry_run=true"],
         ["data.mock=false", "data.path=[a,b]", "data.weights=[1,0.5]", "data.split=1"],
@@ -173,6 +193,20 @@ def test_tokens_are_rounded_up_to_whole_steps():
     for tokens, steps in ((1, 1), (per_step, 1), (per_step + 1, 2), (10 * per_step, 10)):
         assert rules.total_steps(tiny("train.steps=null", f"train.tokens={tokens}")) == steps
     assert rules.total_steps(tiny()) == 10
+
+
+def test_tokens_under_a_rampup_are_those_of_its_steps():
+    """Steps of 2, 2, 2 samples (5 are reached), 5, then 8."""
+    cfg = ["train.micro_batch_size=1", "train.rampup_batch_size=[2,3,10]"]
+    for samples, steps in ((1, 1), (6, 3), (7, 4), (11, 4), (12, 5), (19, 5), (20, 6)):
+        assert rules.total_steps(tiny(*cfg, "train.steps=null", f"train.tokens={samples * 32}")) == steps
+
+
+def test_resolve_holds_the_rampup_against_dp():
+    cfg = tiny("train.rampup_batch_size=[2,2,10]")
+    assert rules.resolve(cfg, 1).parallel.dp == 1
+    with pytest.raises(Refused, match=r"its size 2 is not divisible by train.micro_batch_size x parallel.dp = 4: start at 4"):
+        rules.resolve(cfg, 2)
 
 
 def test_resolve_fills_dp_and_changes_nothing_else():

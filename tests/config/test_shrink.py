@@ -7,6 +7,7 @@ import math
 import pytest
 
 from megakit.config import rules
+from megakit.config.batch import BatchSize, lr_factor
 from megakit.config.compose import compose, group_files
 from megakit.config.schema import ClusterConfig, Config
 from megakit.config.shrink import shrink
@@ -130,6 +131,7 @@ def test_heads_and_groups(heads: int, groups: int, tp: int, expected: tuple[int,
         ["train.steps=1"],
         ["train.steps=2", "optim.warmup_steps=1", "optim.schedule=wsd", "optim.decay_steps=20"],
         ["train.steps=null", "train.tokens=1_000_000"],
+        ["optim.schedule=wsd", "train.steps=1000", "optim.wsd_decay_style=minus_sqrt"],
     ],
 )
 def test_schedules_still_fit(overrides: list[str]):
@@ -147,6 +149,16 @@ def test_a_starved_pipeline_stays_starved_and_accumulation_stays():
     assert micro_batches(shrink(tiny(*base, "train.global_batch_size=16"))) == 1
     assert micro_batches(shrink(tiny(*base, "train.global_batch_size=64"))) == 4
     assert micro_batches(shrink(tiny("train.micro_batch_size=4", "train.global_batch_size=4"))) == 1
+
+
+@pytest.mark.parametrize("ramp", ["[16,16,1000]", "[32,32,64]", "[32,16,64]"])
+@pytest.mark.parametrize("micro_batch_size", [1, 4])
+def test_a_rampup_stays_one_and_is_passed_at_the_save(ramp: str, micro_batch_size: int):
+    keys = ["parallel.dp=4", f"train.micro_batch_size={micro_batch_size}", "train.global_batch_size=64"]
+    small = shrink(tiny(*keys, f"train.rampup_batch_size={ramp}", "optim.lr_scaling=linear", "optim.base_batch_size=32"))
+    sizes = [size for size, n in BatchSize.of(small.train).runs() for _ in range(n or 2)]
+    assert sizes == [small.train.global_batch_size // 2] * 2 + [small.train.global_batch_size] * 2
+    assert lr_factor(small) == 2.0
 
 
 def test_what_a_recipe_leaves_out_stays_out():

@@ -7,6 +7,7 @@ import time
 import numpy as np
 import pytest
 
+from megakit.config.batch import BatchSize
 from megakit.data.build import build_streams
 from megakit.data.loader import Loader
 from megakit.data.stream import SampleStream
@@ -19,7 +20,7 @@ def stream(samples: int = 42) -> SampleStream:
 
 
 def loader(source: SampleStream, dp: int = 1, dp_rank: int = 0, start: int = 0, prefetch: int = 2, batch: int = 6) -> Loader:
-    return Loader(source, dp=dp, dp_rank=dp_rank, global_batch_size=batch, start=start, prefetch=prefetch)
+    return Loader(source, dp=dp, dp_rank=dp_rank, size=BatchSize(batch, batch), start=start, prefetch=prefetch)
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 4])
@@ -44,6 +45,24 @@ def test_ranks_share_the_batch_whatever_their_number(dp: int) -> None:
         assert np.array_equal(np.concatenate([part.ids for part in parts]), ids)
         assert all(np.array_equal(part.all_ids, ids) for part in parts)
         assert np.array_equal(np.concatenate([part.tokens for part in parts]), source.read(ids))
+    for rank in ranks:
+        rank.close()
+
+
+@pytest.mark.parametrize("prefetch", [0, 3])
+@pytest.mark.parametrize("start", [0, 4, 10])
+def test_a_growing_batch_continues_the_stream_from_any_start(prefetch: int, start: int) -> None:
+    source, size = stream(), BatchSize(final=8, start=2, increment=2, samples=12)
+    ranks = [Loader(source, dp=2, dp_rank=r, size=size, start=start, prefetch=prefetch) for r in range(2)]
+    position = start
+    for _ in range(8):
+        parts = [next(rank) for rank in ranks]
+        n = size.at(position)
+        assert [len(part.all_ids) for part in parts] == [n, n] and [len(part.ids) for part in parts] == [n // 2, n // 2]
+        assert np.array_equal(np.concatenate([part.ids for part in parts]), source.ids(position, n))
+        assert np.array_equal(np.concatenate([part.tokens for part in parts]), source.read(source.ids(position, n)))
+        position += n
+        assert {rank.position for rank in ranks} == {position}
     for rank in ranks:
         rank.close()
 

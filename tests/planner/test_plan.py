@@ -288,3 +288,21 @@ def test_planned_bytes_are_those_of_the_real_tensors(pools, overrides: list[str]
 def test_a_run_that_ends_in_its_warmup_is_noted():
     assert any("ends in its warm-up" in n for n in make_plan(tiny("optim.warmup_steps=2000")).notes)
     assert not any("warm-up" in n for n in make_plan(tiny("optim.warmup_steps=0")).notes)
+
+
+def test_a_rampup_is_in_the_plan():
+    plan = make_plan(tiny("train.rampup_batch_size=[2,2,12]", "train.steps=10"))
+    assert plan.batch_sizes == [(2, 2), (4, 1), (6, 1), (8, 6)]  # 4 samples a level: 0-4, 4-8, 8-12 (14 after its step)
+    assert plan.samples == 2 * 2 + 4 + 6 + 6 * 8 and plan.tokens == plan.samples * 32 and plan.steps == 10
+    assert "2 x 2, 1 x 4, 1 x 6 samples, 4 steps in all; then 8 samples a step" in text_of(plan)
+    assert "ramp-up" not in text_of(make_plan(tiny()))
+
+
+def test_a_run_that_ends_in_its_rampup_is_noted():
+    assert any("ends in its ramp-up" in n for n in make_plan(tiny("train.rampup_batch_size=[2,2,1200]")).notes)
+    assert not any("ramp-up" in n for n in make_plan(tiny("train.rampup_batch_size=[2,2,12]")).notes)
+
+
+def test_the_peak_of_a_scaled_learning_rate_is_in_the_plan():
+    plan = make_plan(tiny("optim.lr_scaling=linear", "optim.base_batch_size=2", "optim.min_lr=1e-5"))
+    assert (plan.lr, plan.min_lr) == (4e-3, 4e-5)

@@ -95,8 +95,11 @@ def logits(cfg: Config, w: dict[str, torch.Tensor], tokens: torch.Tensor, docume
     return F.linear(norm(x, "final_norm"), w["embedding.word.weight" if m.tie_embeddings else "output.weight"])
 
 
-def train(cfg: Config, start: dict[str, torch.Tensor], steps: int = 5, dtype=torch.float64):
-    """From the global weights -> [(loss, gradient norm)], the gradients of the first step, the weights after the last."""
+def train(cfg: Config, start: dict[str, torch.Tensor], steps: int = 5, dtype=torch.float64, sizes=None):
+    """From the global weights -> [(loss, gradient norm)], the gradients of the first step, the weights after the last.
+
+    `sizes`: samples of each step, in place of train.global_batch_size.
+    """
     w = {name: t.to(dtype).requires_grad_() for name, t in start.items()}
     o = cfg.optim
     flat = ("norm", "bias")
@@ -111,7 +114,7 @@ def train(cfg: Config, start: dict[str, torch.Tensor], steps: int = 5, dtype=tor
     )
     curve, first = [], {}
     for step in range(steps):
-        tokens, labels = batch(cfg, step)
+        tokens, labels = batch(cfg, step, sizes and sizes[step])
         out = logits(cfg, w, tokens, documents_of(cfg, step) if cfg.data.isolate_documents else None).flatten(0, 1)
         loss = F.cross_entropy(out, labels.flatten(), ignore_index=IGNORE, label_smoothing=cfg.train.label_smoothing)
         adamw.zero_grad()

@@ -26,11 +26,12 @@ def engine(cfg: Config) -> Engine:
     return Engine(cfg, _states[grid], Comm(_states[grid]))
 
 
-def micro_batches(e: Engine, step: int) -> list[MicroBatch]:
+def micro_batches(e: Engine, step: int, samples: int | None = None) -> list[MicroBatch]:
+    """This rank's part of a step of so many samples; None: of train.global_batch_size."""
     cfg = e.cfg
-    n, size, dp = cfg.train.global_batch_size, cfg.train.micro_batch_size, e.state.size("dp")
+    n, size, dp = samples or cfg.train.global_batch_size, cfg.train.micro_batch_size, e.state.size("dp")
     first = e.state.index("dp") * n // dp
-    tokens, labels, documents = (t[first : first + n // dp] for t in (*batch(cfg, step), documents_of(cfg, step)))
+    tokens, labels, documents = (t[first : first + n // dp] for t in (*batch(cfg, step, n), documents_of(cfg, step)))
     cp, rank, length = e.state.size("cp"), e.state.index("cp"), cfg.train.seq_len
     chunk = length // (2 * cp)  # the first of its chunks from the start of the sequence, the second from its end
     own = [*range(rank * chunk, (rank + 1) * chunk), *range(length - (rank + 1) * chunk, length - rank * chunk)]
@@ -60,11 +61,11 @@ def _copy(boxes: Boxes) -> Boxes:
     return {name: (shape, [(start, t.clone()) for start, t in views]) for name, (shape, views) in boxes.items()}
 
 
-def train(cfg: Config, steps: int = 5, first: int = 0) -> Result:
+def train(cfg: Config, steps: int = 5, first: int = 0, sizes: list[int] | None = None) -> Result:
     e = engine(cfg)
     e.initialize()
     before = _copy(e.boxes(owned=False))
-    results = [e.train_step(micro_batches(e, i), cfg.optim.lr) for i in range(first, first + steps)]
+    results = [e.train_step(micro_batches(e, i, sizes and sizes[i]), cfg.optim.lr) for i in range(first, first + steps)]
     e.settle()
     return Result(
         [(r.loss, r.grad_norm) for r in results],
