@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -23,7 +24,8 @@ from megakit.checkpoint.manifest import (
     read_manifest,
     steps,
 )
-from megakit.config.schema import Config
+from megakit.config import algorithms
+from megakit.config.schema import Config, OptimConfig
 from megakit.errors import Refused
 from megakit.parallel.comm import Comm
 from model_zoo.family import differences
@@ -204,8 +206,9 @@ def check_model(
     """Compare a checkpoint with the recipe that is to go on from it. `data` and `tokenizer` are the fingerprints of this
     run's streams and of its tokenizer file, where it has them. Returns alerts.
 
-    Raises Refused listing every model field that differs, with both values; or if the tokenizer is another one. Other
-    data, another grid, ZeRO stage, precision or batch are allowed; other data is an alert.
+    Raises Refused listing every model field that differs, with both values; or if the tokenizer is another one, or the
+    optimizer keeps other states than were saved. Other data, another grid, ZeRO stage, precision or batch are allowed; other
+    data is an alert.
     """
     different = differences(manifest["config"]["model"], cfg.model)
     if different:
@@ -213,6 +216,7 @@ def check_model(
         raise Refused(
             f"the checkpoint of step {manifest['step']} is of another model ({listed}): use its values, or another checkpoint.dir"
         )
+    _check_optimizer(manifest, cfg.optim)
     saved = (manifest.get("tokenizer") or {}).get("fingerprint")
     if tokenizer and saved and saved != tokenizer:
         raise Refused(
@@ -225,6 +229,21 @@ def check_model(
             " another order or text"
         ]
     return []
+
+
+def _check_optimizer(manifest: dict[str, Any], now: OptimConfig) -> None:
+    known = {f.name for f in dataclasses.fields(OptimConfig)}  # a checkpoint may be older or newer than this code
+    then = OptimConfig(**{key: value for key, value in manifest["config"]["optim"].items() if key in known})
+    if then.name != now.name:
+        theirs, ours = then.name, now.name
+    elif algorithms.kept(then, then.name) != algorithms.kept(now, now.name):
+        theirs, ours = (f"{o.name} with optim.momentum = {algorithms.momentum(o)}" for o in (then, now))
+    else:
+        return
+    raise Refused(
+        f"the checkpoint of step {manifest['step']} has the states of optim.name = {theirs}, the recipe has {ours}: go on with"
+        f" {theirs}, or start anew from its weights (tools/convert_ckpt.py export, then checkpoint.init_from)"
+    )
 
 
 def _listed(found: list[int]) -> str:

@@ -89,6 +89,8 @@ def type_name(hint: Any) -> str:
     if typing.get_origin(hint) is list:
         (item,) = typing.get_args(hint)
         return "a list of " + ("text" if item is str else type_name(item).removeprefix("a ") + "s")
+    if typing.get_origin(hint) is dict:
+        return f"a map of patterns to {type_name(typing.get_args(hint)[1]).removeprefix('a ')}s"
     names = [type_name(o) if typing.get_origin(o) else _TYPE_NAMES[o] for o in options(hint)]
     return " or ".join(names)
 
@@ -196,4 +198,6 @@ def show(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, list):
         return "[" + ", ".join(map(show, value)) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k}: {show(v)}" for k, v in value.items()) + "}"
     return "''" if value == "" else str(value)

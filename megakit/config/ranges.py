@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from megakit.config.algorithms import ALGORITHMS
 from megakit.config.keys import nearest, show
 from megakit.config.schema import Config
 from megakit.config.typed import leaves
@@ -104,6 +105,10 @@ RANGES: dict[str, Range] = {
     "optim.beta1": SHARE,
     "optim.beta2": SHARE,
     "optim.eps": POSITIVE,
+    "optim.lr_mult": NOT_NEGATIVE,
+    "optim.wd_mult": NOT_NEGATIVE,
+    "optim.momentum": SHARE,
+    "optim.ns_steps": Range(1, 99),
     "optim.clip_grad": NOT_NEGATIVE,
     "optim.initial_loss_scale": Range(0, 2**50, open_low=True),
     "optim.min_loss_scale": POSITIVE,
@@ -130,7 +135,7 @@ RANGES: dict[str, Range] = {
     "cluster.nvlink_gb_s": POSITIVE,
     "cluster.network_gb_s": POSITIVE,
 }
-"""Of a list, each entry must lie in the range."""
+"""Of a list or a map, each entry must lie in the range."""
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "model.family": ("llama", "gpt2"),
@@ -145,6 +150,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "parallel.recompute": ("none", "selective", "full"),
     "train.precision": ("bf16", "fp16", "fp32"),
     "train.grad_dtype": ("fp32", "bf16"),
+    "optim.name": tuple(ALGORITHMS),
     "optim.schedule": ("cosine", "linear", "constant", "wsd"),
     "optim.lr_scaling": ("none", "linear", "sqrt"),
     "optim.wsd_decay_style": ("linear", "cosine", "minus_sqrt"),
@@ -197,7 +203,7 @@ def check_each(cfg: Config) -> None:
     """Raise Refused for the first key whose value, looked at alone, can't be used."""
     for name, value in leaves(cfg).items():
         if value is not None:
-            for entry in value if isinstance(value, list) else [value]:
+            for entry in _entries(value):
                 _check(name, entry)
     if not _NAME.fullmatch(cfg.run.name):
         raise Refused(
@@ -209,6 +215,10 @@ def check_each(cfg: Config) -> None:
     for option in cfg.launch.slurm.extra:
         if not option.startswith("--"):
             raise Refused(f"launch.slurm.extra has {show(option)}: write each option as --name=value")
+
+
+def _entries(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else list(value.values()) if isinstance(value, dict) else [value]
 
 
 def _check(name: str, value: Any) -> None:

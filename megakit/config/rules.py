@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import fields
 
-from megakit.config.batch import BatchSize, lr_factor
+from megakit.config import optim_rules
+from megakit.config.batch import BatchSize
 from megakit.config.keys import show
 from megakit.config.ranges import check_each
 from megakit.config.schema import Config, ModelConfig, OptimConfig, ParallelConfig
@@ -28,6 +29,7 @@ def check(cfg: Config) -> None:
     _check_world(cfg)
     _check_batch(cfg)
     _check_length(cfg)
+    optim_rules.check(cfg)
     _check_schedule(cfg)
     _check_recompute(cfg)
     _check_precision(cfg)
@@ -339,7 +341,6 @@ def _check_schedule(cfg: Config) -> None:
     o, steps = cfg.optim, total_steps(cfg)
     if o.min_lr > o.lr:
         raise Refused(f"optim.min_lr = {o.min_lr} is above optim.lr = {o.lr}: use optim.min_lr <= {o.lr}")
-    _check_scaling(cfg)
     of_wsd = {"wsd_decay_steps": o.wsd_decay_steps is not None, "wsd_decay_style": o.wsd_decay_style != "linear"}
     for name, given in of_wsd.items():
         if o.schedule != "wsd" and given:
@@ -402,27 +403,6 @@ def _check_precision(cfg: Config) -> None:
         raise Refused(
             f"optim.min_loss_scale = {show(o.min_loss_scale)} is above optim.initial_loss_scale ="
             f" {show(o.initial_loss_scale)}: use optim.min_loss_scale <= {show(o.initial_loss_scale)}"
-        )
-
-
-def _check_scaling(cfg: Config) -> None:
-    o = cfg.optim
-    if o.lr_scaling == "none":
-        if o.base_batch_size is not None:
-            raise Refused(
-                f"optim.base_batch_size = {o.base_batch_size} changes nothing with optim.lr_scaling = none: leave it out, or use"
-                " optim.lr_scaling=sqrt"
-            )
-        return
-    if o.base_batch_size is None:
-        raise Refused(
-            f"optim.lr_scaling = {o.lr_scaling} needs optim.base_batch_size, which is null: give the global batch size that"
-            f" optim.lr = {o.lr} was tuned for"
-        )
-    if (peak := o.lr * lr_factor(cfg)) > 1:
-        raise Refused(
-            f"optim.lr = {o.lr} becomes {peak:g}, scaled {o.lr_scaling} from optim.base_batch_size = {o.base_batch_size} to"
-            f" train.global_batch_size = {cfg.train.global_batch_size}: use a smaller lr, or optim.lr_scaling=none"
         )
 
 

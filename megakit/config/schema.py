@@ -7,7 +7,7 @@ The string under a field is its documentation: `--help` and docs/config.md are m
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import List, Optional, Union
+from typing import Dict, List, Optional, Union
 
 from omegaconf import MISSING
 
@@ -152,8 +152,10 @@ class TrainConfig:
 
 @dataclass
 class OptimConfig:
-    """AdamW on flat fp32 shards."""
+    """The optimizer, on flat fp32 shards, and the learning rate."""
 
+    name: str = "adamw"
+    """adamw | sgd (as torch's: its weight decay is an L2 penalty) | muon (hidden matrices; the rest by adamw, same lr)."""
     lr: float = MISSING
     """Peak learning rate."""
     min_lr: float = 0.0
@@ -173,13 +175,23 @@ class OptimConfig:
     wsd_decay_style: str = "linear"
     """Shape of the final decay of the wsd schedule: linear | cosine | minus_sqrt (1 - sqrt of the progress)."""
     weight_decay: float = 0.1
-    """Decoupled weight decay; never on norms and biases."""
+    """Decoupled weight decay (sgd: an L2 penalty); never on norms and biases."""
+    lr_mult: Optional[Dict[str, float]] = None
+    """Multipliers of lr and min_lr by patterns of parameter names, as {embedding.*: 0.1}; the last pattern that fits holds."""
+    wd_mult: Optional[Dict[str, float]] = None
+    """Multipliers of weight_decay by patterns of parameter names; the last pattern that fits holds."""
     beta1: float = 0.9
     """AdamW's first moment decay."""
     beta2: float = 0.95
     """AdamW's second moment decay."""
     eps: float = 1e-8
     """AdamW's epsilon."""
+    momentum: Optional[float] = None
+    """Of sgd and muon; null: 0.9 for sgd, 0.95 for muon."""
+    nesterov: Optional[bool] = None
+    """Nesterov momentum for sgd and muon; null: false for sgd, true for muon."""
+    ns_steps: Optional[int] = None
+    """Newton-Schulz iterations of muon; null: 5."""
     clip_grad: float = 1.0
     """Largest global gradient norm; 0: no clipping."""
     initial_loss_scale: float = 65536.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 from megakit.config import rules
@@ -39,7 +40,7 @@ def shrink(cfg: Config) -> Config:
         **layers,
         "parallel.recompute_layers": None if cfg.parallel.recompute_layers is None else 1,
         **_model(cfg, grid["tp"], _seq_len(cfg, grid)),
-        **_train(cfg, grid),
+        **_train(cfg, grid, layers["model.num_layers"]),
         **_surroundings(cfg),
     }
     out = replace(cfg, changes)
@@ -92,7 +93,7 @@ def _seq_len(cfg: Config, grid: dict[str, int]) -> int:
     return short if short < unit else short // unit * unit
 
 
-def _train(cfg: Config, grid: dict[str, int]) -> dict[str, Any]:
+def _train(cfg: Config, grid: dict[str, int], layers: int) -> dict[str, Any]:
     t, o, dp = cfg.train, cfg.optim, cfg.parallel.dp or 1
     full = t.global_batch_size // (t.micro_batch_size * dp)
     starved = full < cfg.parallel.pp and t.rampup_batch_size is None
@@ -115,11 +116,24 @@ def _train(cfg: Config, grid: dict[str, int]) -> dict[str, Any]:
         "train.generate_tokens": 0,
         "train.generate_prompt": "",
         "optim.base_batch_size": o.base_batch_size and math.ceil(o.base_batch_size * batch / t.global_batch_size),
+        "optim.lr_mult": _patterns(o.lr_mult, layers),
+        "optim.wd_mult": _patterns(o.wd_mult, layers),
         "optim.warmup_steps": min(o.warmup_steps, 1) if steps > 2 else 0,
         "optim.decay_steps": None if o.decay_steps is None else max(2, steps - 1) if stops_early else steps + 1,
         "optim.wsd_decay_steps": None if o.wsd_decay_steps is None else 1,
         **({} if cfg.parallel.zero == 3 else {"parallel.bucket_size": min(cfg.parallel.bucket_size, BUCKET_SIZE)}),
     }
+
+
+def _patterns(given: dict[str, float] | None, layers: int) -> dict[str, float] | None:
+    """A pattern for a layer that is cut off becomes one for the last layer."""
+    if given is None:
+        return None
+
+    def kept(found: re.Match) -> str:
+        return f"layers.{min(int(found[1]), layers - 1)}"
+
+    return {re.sub(r"^layers\.(\d+)", kept, pattern): value for pattern, value in given.items()}
 
 
 def _rampup(batch: int, unit: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import typing
@@ -61,7 +62,7 @@ def nested(values: dict[str, Any]) -> dict[str, Any]:
         node = tree
         for group in groups:
             node = node.setdefault(group, {})
-        node[leaf] = list(value) if isinstance(value, list) else value
+        node[leaf] = copy.copy(value)  # of lists and maps
     return tree
 
 
@@ -115,6 +116,9 @@ def _typed(name: str, value: Any, hint: Any) -> Any:
         if typing.get_origin(option) is list and isinstance(value, list):
             (item,) = typing.get_args(option)
             return [_typed(f"{name}.{i}", v, item) for i, v in enumerate(value)]
+        if typing.get_origin(option) is dict and isinstance(value, dict):
+            _, item = typing.get_args(option)
+            return {str(k): _typed(f"{name}[{k}]", v, item) for k, v in value.items()}
         if option is float and type(value) in (int, float):
             if not math.isfinite(value):
                 raise Refused(f"{name} = {value} is not a finite number")

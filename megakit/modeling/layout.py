@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from megakit.config.schema import Config, ModelConfig, ParallelConfig
 from megakit.errors import Refused
+from megakit.modeling import groups
 from megakit.modeling.balance import balanced, head_dim
 from megakit.parallel.pipeline import generators
 from megakit.parallel.pipeline.schedule import Placement
@@ -114,8 +115,9 @@ def stage_params(cfg: Config, stage: StageLayout, tp: int, tp_rank: int) -> dict
     partial = ("tp",) if cfg.parallel.sequence_parallel and tp > 1 else ()
     out: dict[str, ParamSpec] = {}
 
-    def add(shard: ShardSpec, init: float | str, **kw) -> None:
-        out[shard.name] = ParamSpec(shard, init, **kw)
+    def add(shard: ShardSpec, init: float | str, decay: bool = True, hidden: bool = False, **kw) -> None:
+        group = groups.group_of(cfg.optim, shard.name, decay, hidden)
+        out[shard.name] = ParamSpec(shard, init, decay, group, **kw)
 
     def replicated(name: str, shape: tuple[int, ...], init: float | str, decay: bool = False) -> None:
         add(ShardSpec.replicated(name, shape), init, decay=decay, late=partial, replicated=True, owner=tp_rank == 0)
@@ -126,12 +128,12 @@ def stage_params(cfg: Config, stage: StageLayout, tp: int, tp_rank: int) -> dict
             replicated(f"{name}.bias", (m.hidden_size,), "zeros")
 
     def column(name: str, parts: tuple[int, ...]) -> None:
-        add(ShardSpec.rows(f"{name}.weight", parts, m.hidden_size, tp_rank, tp), std)
+        add(ShardSpec.rows(f"{name}.weight", parts, m.hidden_size, tp_rank, tp), std, hidden=True)
         if m.add_bias_linear:
             add(ShardSpec.rows(f"{name}.bias", parts, None, tp_rank, tp), "zeros", decay=False)
 
     def row(name: str, cols: int) -> None:
-        add(ShardSpec.cols(f"{name}.weight", m.hidden_size, cols, tp_rank, tp), std / math.sqrt(2 * m.num_layers))
+        add(ShardSpec.cols(f"{name}.weight", m.hidden_size, cols, tp_rank, tp), std / math.sqrt(2 * m.num_layers), hidden=True)
         if m.add_bias_linear:
             replicated(f"{name}.bias", (m.hidden_size,), "zeros")
 
@@ -188,7 +190,12 @@ def context_length(m: ModelConfig) -> int:
     return m.max_position_embeddings
 
 
+def model_params(cfg: Config) -> dict[str, ParamSpec]:
+    """The parameters of the whole model, uncut, by name."""
+    (stage,) = split_layers(cfg.model.num_layers, 1)
+    return stage_params(cfg, stage, 1, 0)
+
+
 def parameter_count(cfg: Config) -> int:
     """Parameters of the whole model: tied ones once, padding not at all."""
-    (stage,) = split_layers(cfg.model.num_layers, 1)
-    return sum(math.prod(p.shard.shape) for p in stage_params(cfg, stage, 1, 0).values())
+    return sum(math.prod(p.shard.shape) for p in model_params(cfg).values())

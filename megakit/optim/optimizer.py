@@ -1,4 +1,4 @@
-"""AdamW on this rank's flat fp32 shards, with one global gradient norm.
+"""The optimizer step on this rank's flat fp32 shards: one reduction, clipping, skipping. An algorithm steps each shard.
 
 The backward pass differentiates the SUM of the loss over tokens; here one small fp64 all-reduce brings loss, token count
 and squared gradient norm together, and the division by the token count is part of the clip factor. So the result doesn't
@@ -11,11 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
-from torch import nn
 
 from megakit.config.schema import OptimConfig
+from megakit.optim.adamw import AdamW
+from megakit.optim.muon import Muon
+from megakit.optim.sgd import SGD
 from megakit.parallel.comm import Comm
 from megakit.parallel.fsdp import FullyShardedBuffers
 from megakit.parallel.zero import Boxes, FlatBuffers, Shard, boxes_of
@@ -39,35 +42,38 @@ class StepResult:
     """Of this step; None where the loss isn't scaled."""
 
 
+class Algorithm(Protocol):
+    """What steps some of the shards."""
+
+    states: dict[str, dict[Shard, torch.Tensor]]
+    """What it keeps, by kind: fp32 tensors laid out as the shards' masters. A checkpoint holds them."""
+
+    def step(self, lr: float, update: int) -> None:
+        """Step the masters by `shard.grad`, which it may change. `update` counts from 1 the steps that were not skipped."""
+        ...
+
+
 class Optimizer:
-    """AdamW (Loshchilov & Hutter 2019) as torch computes it, one parameter per shard."""
+    """The shards of a rank, each stepped by the algorithm of its group."""
 
     def __init__(self, buffers: FlatBuffers | FullyShardedBuffers, comm: Comm, cfg: OptimConfig):
         self.buffers, self.comm, self.clip = buffers, comm, cfg.clip_grad
-        self.exp_avg: dict[Shard, torch.Tensor] = {}
-        self.exp_avg_sq: dict[Shard, torch.Tensor] = {}
-        self._params: dict[Shard, nn.Parameter] = {}
-        groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-        states: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        self.updates = 0
+        """Steps that were not skipped."""
+        self.algorithms: list[Algorithm] = []
+        by_name: dict[str, list[Shard]] = {}
         for shard in buffers.shards:
-            param = self._params[shard] = nn.Parameter(shard.master)
-            groups[shard.decay].append(param)
-            self.exp_avg[shard], self.exp_avg_sq[shard] = torch.zeros_like(param.data), torch.zeros_like(param.data)
-            # made here, not by the first step: a checkpoint is loaded into them. Each has a step tensor of its own,
-            # a shared one would be counted up by each
-            states[param] = {
-                "step": torch.tensor(0.0, device=param.device),
-                "exp_avg": self.exp_avg[shard],
-                "exp_avg_sq": self.exp_avg_sq[shard],
-            }
-        self._adamw = torch.optim.AdamW(
-            [{"params": p, "weight_decay": cfg.weight_decay * decay} for decay, p in groups.items() if p],
-            lr=cfg.lr,
-            betas=(cfg.beta1, cfg.beta2),
-            eps=cfg.eps,
-            fused=True,
-        )
-        self._adamw.state.update(states)
+            by_name.setdefault(shard.group.algorithm, []).append(shard)
+        for name, shards in by_name.items():
+            self.algorithms.append(self._algorithm(name, shards, cfg))
+
+    def _algorithm(self, name: str, shards: list[Shard], cfg: OptimConfig) -> Algorithm:
+        if name == "adamw":
+            return AdamW(shards, cfg)
+        if name == "sgd":
+            return SGD(shards, cfg)
+        fp32 = self.buffers.dtype == torch.float32
+        return Muon(shards, self.comm, cfg, torch.float32 if fp32 else torch.bfloat16)
 
     @torch.no_grad()
     def step(
@@ -92,13 +98,10 @@ class Optimizer:
         skipped = not (math.isfinite(loss) and math.isfinite(norm))
         if not skipped:
             factor = min(1.0, self.clip / (norm + 1e-6)) if self.clip else 1.0
-            torch._foreach_mul_([shard.grad for shard in self._params], factor / divisor)
-            for shard, param in self._params.items():
-                param.grad = shard.grad
-            for group in self._adamw.param_groups:
-                group["lr"] = lr
-            self._adamw.step()
-            self._adamw.zero_grad()
+            torch._foreach_mul_([shard.grad for shard in self.buffers.shards], factor / divisor)
+            self.updates += 1
+            for algorithm in self.algorithms:
+                algorithm.step(lr, self.updates)
             self.buffers.publish()
         self.buffers.clear_grads()
         return StepResult(loss / count, norm, int(count), skipped, tuple(summed))
@@ -106,26 +109,19 @@ class Optimizer:
     def _square_sum(self, device: torch.device) -> torch.Tensor:
         """Of the gradients this rank answers for, fp64 []: summed over the world, every element counts once."""
         total = torch.zeros((), dtype=torch.float64, device=device)
-        for shard in self._params:
+        for shard in self.buffers.shards:
             if shard.owned:
                 total += torch.linalg.vector_norm(shard.grad, dtype=torch.float64).square()
         return total
 
     @property
-    def updates(self) -> int:
-        """Steps that were not skipped: AdamW's bias correction counts them."""
-        return int(next(iter(self._adamw.state.values()))["step"].item())
-
-    @updates.setter
-    def updates(self, value: int) -> None:
-        for state in self._adamw.state.values():
-            state["step"].fill_(value)
+    def states(self) -> dict[str, dict[Shard, torch.Tensor]]:
+        """What the algorithms keep, by kind."""
+        return {kind: flat for algorithm in self.algorithms for kind, flat in algorithm.states.items()}
 
     def boxes(self, owned: bool) -> Boxes:
-        """Masters and moments as boxes of global tensors; see `boxes_of`."""
-        masters = {shard: shard.master for shard in self._params}
-        return {
-            **boxes_of("master", masters, owned),
-            **boxes_of("exp_avg", self.exp_avg, owned),
-            **boxes_of("exp_avg_sq", self.exp_avg_sq, owned),
-        }
+        """Masters and states as boxes of global tensors; see `boxes_of`."""
+        out = boxes_of("master", {shard: shard.master for shard in self.buffers.shards}, owned)
+        for kind, flat in self.states.items():
+            out.update(boxes_of(kind, flat, owned))
+        return out

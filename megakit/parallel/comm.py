@@ -150,6 +150,18 @@ class Comm:
         record = self._record_tensor("reduce_scatter", axis, x)
         return self._handle(out, _reduce_scatter(out, x, group=self.state.groups[axis], async_op=True), record)
 
+    def all_to_all(self, x: torch.Tensor, axis: str, send: list[int], receive: list[int]) -> Handle:
+        """x, cut along dim 0 into one piece per rank of the group, of `send` rows -> the pieces that they cut for this rank, in
+        their order; `receive` has their rows."""
+        if self.size(axis) == 1:
+            return Handle(x)
+        out = x.new_empty((sum(receive), *x.shape[1:]))
+        larger = max(x, out, key=torch.Tensor.numel)
+        # ranks hand in different sizes: recorded is the number of pieces, which is equal on all of them
+        record = self._record("all_to_all", axis, (len(send),), str(x.dtype), larger.numel() * larger.element_size())
+        work = dist.all_to_all_single(out, x.contiguous(), receive, send, group=self.state.groups[axis], async_op=True)
+        return self._handle(out, work, record)
+
     def broadcast(self, x: torch.Tensor, axis: str, source: int) -> torch.Tensor:
         """In place, from the rank whose place on `axis` is `source`."""
         if self.size(axis) == 1:

@@ -131,7 +131,8 @@ class FullyShardedBuffers:
         lo, hi = spec.shard.row_cut(index, ranks)
         parts = [Part(spec, 0, lo, hi)] if lo < hi else []
         owned = spec.owner and self.comm.index("dp_replicate") == 0
-        return Shard(_padded(local, spec.shard.row_share(ranks)), parts, spec.decay, owned)
+        whole = [Part(spec, 0, 0, spec.shard.numel)]
+        return Shard(_padded(local, spec.shard.row_share(ranks)), parts, spec.group, owned, whole, ranks)
 
     @property
     def shards(self) -> list[Shard]:

@@ -106,6 +106,16 @@ class ShardSpec:
         return out
 
 
+class ParamGroup(NamedTuple):
+    """How the optimizer steps a parameter. Buckets hold parameters of one group."""
+
+    algorithm: str = "adamw"
+    lr: float = 1.0
+    """Multiplies the learning rate."""
+    decay: float = 1.0
+    """Multiplies the weight decay."""
+
+
 @dataclass(frozen=True)
 class ParamSpec:
     """A parameter as the optimizer, the checkpoint and the planner see it."""
@@ -114,7 +124,8 @@ class ParamSpec:
     init: float | str
     """Standard deviation of the initial values, or "ones" or "zeros"."""
     decay: bool = True
-    """Takes weight decay."""
+    """Takes weight decay: not a norm or a bias."""
+    group: ParamGroup = ParamGroup()
     late: tuple[str, ...] = ()
     """Axes over which the gradient is still partial when the backward pass has ended."""
     uses: int = 1

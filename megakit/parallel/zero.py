@@ -1,7 +1,7 @@
 """Flat parameter and gradient buffers: ZeRO 0, 1 and 2, and the reduction of gradients over the ranks that hold the same weights.
 
 Parameters are views of one flat buffer, ordered as the backward pass meets them and grouped into segments: same chunk of the
-model, same weight decay, same axes over which the gradient is still partial ("late"), replicated over tp or not. A
+model, same optimizer group, same axes over which the gradient is still partial ("late"), replicated over tp or not. A
 segment is cut into buckets, padded so that a bucket can be cut over dp_shard.
 
 A bucket is reduced as soon as each of its parameters has had all its contributions (uses x micro-batches). They are counted,
@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 from megakit.parallel.comm import Comm, Handle
-from megakit.parallel.shard import ParamSpec
+from megakit.parallel.shard import ParamGroup, ParamSpec
 from megakit.parallel.weights import Source
 
 ALIGN = 64
@@ -62,9 +62,13 @@ class Shard:
     master: torch.Tensor
     """fp32 [n]."""
     parts: list[Part]
-    decay: bool
+    group: ParamGroup
     owned: bool
     """This rank answers for it: over the world each element is owned once."""
+    bucket: list[Part]
+    """The parameters of the whole bucket, `first` counted from its beginning."""
+    ranks: int
+    """Ranks of dp_shard that the bucket is cut over, in equal parts, in their order."""
     grad: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     """fp32 [n]; after `finish()` the gradient of the sum of the global batch's loss."""
 
@@ -76,7 +80,7 @@ class Bucket:
     lo: int
     hi: int
     chunk: int
-    decay: bool
+    group: ParamGroup
     late: tuple[str, ...]
     replicated: bool
     """Over tp. Such parameters have buckets of their own, alike on all tp ranks: a sum over dp adds in an order that depends
@@ -108,7 +112,7 @@ def _fill_buckets(chunks: Sequence[dict[str, ParamSpec]], unit: int, bucket_size
     segments: dict[tuple, list[ParamSpec]] = {}
     for chunk in reversed(range(len(chunks))):
         for spec in list(chunks[chunk].values())[::-1]:
-            segments.setdefault((chunk, spec.decay, spec.late, spec.replicated), []).append(spec)
+            segments.setdefault((chunk, spec.group, spec.late, spec.replicated), []).append(spec)
     buckets: list[Bucket] = []
     offset, at = {}, 0
     for key in sorted(segments, key=lambda k: (bool(k[2]), -k[0], k)):  # late ones last
@@ -189,7 +193,9 @@ class FlatBuffers:
 
     def _shard(self, bucket: Bucket) -> Shard:
         master = self.flat[bucket.mine] if self._masters is None else self._masters[bucket.home]
-        return Shard(master, list(self._parts(bucket)), bucket.decay, bucket.specs[0].owner and self._replica == 0)
+        whole = [Part(spec, self._offset[spec.name] - bucket.lo, 0, spec.shard.numel) for spec in bucket.specs]
+        owned, ranks = bucket.specs[0].owner and self._replica == 0, self.comm.size("dp_shard") if self.level else 1
+        return Shard(master, list(self._parts(bucket)), bucket.group, owned, whole, ranks)
 
     def _parts(self, bucket: Bucket) -> Iterable[Part]:
         for spec in bucket.specs:

@@ -8,17 +8,28 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megakit.config import rules
+from megakit.config import algorithms, rules
 from megakit.config.batch import BatchSize, lr_factor
 from megakit.config.schema import Config, ModelConfig
-from megakit.modeling.layout import StageLayout, context_length, parameter_count, rank_stages, stage_params, units
+from megakit.errors import Refused
+from megakit.modeling.groups import check_patterns
+from megakit.modeling.layout import (
+    StageLayout,
+    context_length,
+    model_params,
+    parameter_count,
+    rank_stages,
+    stage_params,
+    units,
+)
 from megakit.parallel.grid import Grid
 from megakit.parallel.pipeline import generators, schedule
 from megakit.parallel.pipeline.schedule import Op
-from megakit.parallel.shard import ShardSpec
+from megakit.parallel.shard import ParamSpec
 from megakit.planner.activations import Kept, ledger, peak
 
 GIB = 2**30
@@ -26,10 +37,10 @@ GIB = 2**30
 WEIGHT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 GRADIENT_BYTES = {"fp32": 4, "bf16": 2}
 """By the type that gradients are accumulated in."""
-OPTIMIZER_BYTES = {"bf16": 12, "fp16": 12, "fp32": 8}
-"""Two fp32 moments, and a fp32 master where the weights aren't fp32 themselves."""
-FULLY_SHARDED_BYTES = 12
-"""Under ZeRO 3: the fp32 weights, which are the masters, and two fp32 moments."""
+MASTER_BYTES = {"bf16": 4, "fp16": 4, "fp32": 0}
+"""A fp32 master where the weights aren't fp32 themselves; under ZeRO 3 always, as its weights are gathered from them."""
+STATE_BYTES = 4
+"""Of each thing that an optimizer keeps, as a moment."""
 HARDWARE = (
     "gpu_memory_gib",
     "peak_bf16_tflops",
@@ -117,6 +128,8 @@ class Plan:
     """With the whole batch."""
     batch_sizes: list[tuple[int, int]]
     """(samples of a step, number of such steps), in order; more than one during a ramp-up."""
+    optimizer: str
+    lr_schedule: str
     lr: float
     """The peak learning rate, scaled to the batch."""
     min_lr: float
@@ -137,18 +150,23 @@ class Plan:
 def make_plan(cfg: Config, world: int | None = None) -> Plan:
     """The plan for `world` ranks; None: as many as the recipe asks for.
 
-    Raises Refused where the layers don't fit the stages, or the grid and the batch don't fit the world.
+    Raises Refused where the layers don't fit the stages, the grid and the batch don't fit the world, the schedule can't take
+    a size of the batch, or a pattern of names fits no parameter.
     """
     asked = rules.planned_world(cfg) if world is None else world
     open_world = world is None and cfg.parallel.dp is None and rules.cluster_world(cfg) is None
     cfg = rules.resolve(cfg, asked)
-    p, t = cfg.parallel, cfg.train
+    check_patterns(cfg.optim, model_params(cfg).values())
+    p, t, steps = cfg.parallel, cfg.train, rules.total_steps(cfg)
     grid = Grid(p.dp or 1, p.pp, p.cp, p.tp, p.zero_group)
     micro_batches = _micro_batches(cfg, grid)
     table = generators.make(p.schedule, p.pp, micro_batches, p.virtual_stages)
     schedule.check(table)
+    sizes = _batch_sizes(BatchSize.of(t), steps)
+    for size, _ in sizes:
+        if size < t.global_batch_size:
+            _check_takes(cfg, size // (t.micro_batch_size * grid.dp), size)
     stages = [stage_plan(cfg, grid, rank, row, n) for rank, (row, n) in enumerate(zip(table.rows, table.held(), strict=True))]
-    steps = rules.total_steps(cfg)
     samples = BatchSize.of(t).samples_of(steps)
     per_node = cfg.cluster.gpus_per_node
     return Plan(
@@ -174,7 +192,9 @@ def make_plan(cfg: Config, world: int | None = None) -> Plan:
         micro_batches=micro_batches,
         seq_len=t.seq_len,
         tokens_per_step=t.global_batch_size * t.seq_len,
-        batch_sizes=_batch_sizes(BatchSize.of(t), steps),
+        batch_sizes=sizes,
+        optimizer=cfg.optim.name,
+        lr_schedule=cfg.optim.schedule,
         lr=cfg.optim.lr * lr_factor(cfg),
         min_lr=cfg.optim.min_lr * lr_factor(cfg),
         steps=steps,
@@ -192,12 +212,12 @@ def make_plan(cfg: Config, world: int | None = None) -> Plan:
 def stage_plan(cfg: Config, grid: Grid, rank: int, row: Sequence[Op], in_flight: int) -> StagePlan:
     """What one rank of those at a place on the pp axis holds; the same on every tp rank, whose shards are padded alike."""
     layouts = rank_stages(cfg, rank)
-    held = _shards(cfg, layouts, grid.tp, 0)
-    elements = sum(shard.numel for shard in held)
+    held = _specs(cfg, layouts, grid.tp, 0)
+    elements = sum(spec.shard.numel for spec in held)
     padding = grid.tp * elements - sum(
-        math.prod(box.size) for r in range(grid.tp) for shard in _shards(cfg, layouts, grid.tp, r) for box in shard.boxes
+        math.prod(box.size) for r in range(grid.tp) for spec in _specs(cfg, layouts, grid.tp, r) for box in spec.shard.boxes
     )
-    weights, gradients, optimizer = _state_bytes(cfg, grid, layouts, elements)
+    weights, gradients, optimizer = _state_bytes(cfg, grid, layouts, held)
     kept = [ledger(cfg, layout) for layout in layouts]
     first = [grid.rank(dp=d, pp=rank) for d in range(grid.dp)]
     return StagePlan(
@@ -218,19 +238,24 @@ def stage_plan(cfg: Config, grid: Grid, rank: int, row: Sequence[Op], in_flight:
     )
 
 
-def _state_bytes(cfg: Config, grid: Grid, layouts: list[StageLayout], elements: int) -> tuple[int, int, int]:
-    """Of weights, gradients and optimizer states of one rank with so many elements of parameters."""
-    zero, ranks = cfg.parallel.zero, grid.size("dp_shard")
-    width, states = WEIGHT_BYTES[cfg.train.precision], OPTIMIZER_BYTES[cfg.train.precision]
-    if not _fully_sharded(cfg, grid):
-        share = math.ceil(elements / ranks)
-        gradients = share if zero >= 2 else elements
-        return elements * width, gradients * GRADIENT_BYTES[cfg.train.grad_dtype], (share if zero >= 1 else elements) * states
+def _state_bytes(cfg: Config, grid: Grid, layouts: list[StageLayout], held: list[ParamSpec]) -> tuple[int, int, int]:
+    """Of weights, gradients and optimizer states of one rank that holds these parameters."""
+    zero, ranks, elements = cfg.parallel.zero, grid.size("dp_shard"), sum(spec.shard.numel for spec in held)
+    width, cut = WEIGHT_BYTES[cfg.train.precision], _fully_sharded(cfg, grid)
+    by_algorithm: Counter[str] = Counter()
+    for spec in held:
+        by_algorithm[spec.group.algorithm] += spec.shard.row_share(ranks) if cut else spec.shard.numel
+    if not cut:
+        by_algorithm = Counter({a: math.ceil(n / ranks) for a, n in by_algorithm.items()}) if zero >= 1 else by_algorithm
+    optimizer = sum(n * _bytes_each(cfg, grid, algorithm) for algorithm, n in by_algorithm.items())
+    each = GRADIENT_BYTES[cfg.train.grad_dtype]
+    if not cut:
+        return elements * width, (math.ceil(elements / ranks) if zero >= 2 else elements) * each, optimizer
     shares = [sum(p.shard.row_share(ranks) for p in unit) for unit in units(stage_params(cfg, layouts[0], grid.tp, 0))]
     # the embedding and the head, and two layers: the one at work and the next
     gathered = (shares[0] + sum(sorted(shares[1:])[-2:])) * ranks
     gradients = elements if _accumulates_whole(cfg, grid) else sum(shares)
-    return gathered * width, gradients * GRADIENT_BYTES[cfg.train.grad_dtype], sum(shares) * FULLY_SHARDED_BYTES
+    return gathered * width, gradients * each, optimizer
 
 
 def _fully_sharded(cfg: Config, grid: Grid) -> bool:
@@ -246,14 +271,28 @@ def _micro_batches(cfg: Config, grid: Grid) -> int:
     return cfg.train.global_batch_size // (cfg.train.micro_batch_size * grid.dp)
 
 
-def _shards(cfg: Config, layouts: list[StageLayout], tp: int, tp_rank: int) -> list[ShardSpec]:
-    params = {name: p for layout in layouts for name, p in stage_params(cfg, layout, tp, tp_rank).items()}
-    return [p.shard for p in params.values()]
+def _specs(cfg: Config, layouts: list[StageLayout], tp: int, tp_rank: int) -> list[ParamSpec]:
+    return list({name: p for layout in layouts for name, p in stage_params(cfg, layout, tp, tp_rank).items()}.values())
+
+
+def _bytes_each(cfg: Config, grid: Grid, algorithm: str) -> int:
+    """Master and states of an element that this algorithm steps."""
+    master = 4 if _fully_sharded(cfg, grid) else MASTER_BYTES[cfg.train.precision]
+    return master + STATE_BYTES * len(algorithms.kept(cfg.optim, algorithm))
 
 
 def to_json(plan: Plan) -> str:
     """The plan as JSON text, ending in a newline."""
     return json.dumps(dataclasses.asdict(plan), indent=1) + "\n"
+
+
+def _check_takes(cfg: Config, micro_batches: int, size: int) -> None:
+    """That the schedule takes so many micro-batches, those of a step of `size` samples in a ramp-up."""
+    p = cfg.parallel
+    try:
+        generators.make(p.schedule, p.pp, micro_batches, p.virtual_stages)
+    except Refused as refused:
+        raise Refused(f"train.rampup_batch_size = {cfg.train.rampup_batch_size} has steps of {size} samples: {refused}") from None
 
 
 def _batch_sizes(batch: BatchSize, steps: int) -> list[tuple[int, int]]:
@@ -278,22 +317,33 @@ def _joined(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _formula(cfg: Config, grid: Grid) -> str:
-    optimizer, zero = OPTIMIZER_BYTES[cfg.train.precision], cfg.parallel.zero
+    precision, zero = cfg.train.precision, cfg.parallel.zero
     divided = f" / {'dp' if cfg.parallel.zero_group is None else 'zero_group'} {grid.size('dp_shard')}"
-    states = "fp32 master and two moments" if optimizer == 12 else "two fp32 moments"
-    width, precision = WEIGHT_BYTES[cfg.train.precision], cfg.train.precision
+    optimizer = _states_text(cfg, grid, cfg.optim.name)
+    if cfg.optim.name == "muon":
+        optimizer += f" ({_states_text(cfg, grid, 'adamw')} outside of hidden matrices)"
     gradient = GRADIENT_BYTES[cfg.train.grad_dtype]
     if _fully_sharded(cfg, grid):
         whole = _accumulates_whole(cfg, grid)
         return (
-            f"per parameter: {width} B {precision} weight of the embedding, the head and two layers + {gradient} B fp32"
-            f" gradient{' (whole until the last micro-batch)' if whole else divided} + {FULLY_SHARDED_BYTES} B fp32 weight and"
-            f" two moments{divided} (ZeRO 3)"
+            f"per parameter: {WEIGHT_BYTES[precision]} B {precision} weight of the embedding, the head and two layers +"
+            f" {gradient} B fp32 gradient{' (whole until the last micro-batch)' if whole else divided} +"
+            f" {optimizer}{divided} (ZeRO 3)"
         )
     return (
-        f"per parameter: {width} B {precision} weight + {gradient} B {cfg.train.grad_dtype} gradient"
-        f"{divided if zero >= 2 else ''} + {optimizer} B {states}{divided if zero >= 1 else ''} (ZeRO {zero})"
+        f"per parameter: {WEIGHT_BYTES[precision]} B {precision} weight + {gradient} B {cfg.train.grad_dtype} gradient"
+        f"{divided if zero >= 2 else ''} + {optimizer}{divided if zero >= 1 else ''} (ZeRO {zero})"
     )
+
+
+def _states_text(cfg: Config, grid: Grid, algorithm: str) -> str:
+    fully = _fully_sharded(cfg, grid)
+    kept = {0: "", 1: "momentum", 2: "two moments"}[len(algorithms.kept(cfg.optim, algorithm))]
+    if fully or MASTER_BYTES[cfg.train.precision]:
+        kept = " and ".join(filter(None, ("weight" if fully else "master", kept)))
+    number, _, rest = kept.partition(" ") if kept.startswith("two") else ("", "", kept)
+    what = f"{number} fp32 {rest}".strip() if kept else "no states"
+    return f"{_bytes_each(cfg, grid, algorithm)} B {what}"
 
 
 def _beyond_context(m: ModelConfig, seq_len: int) -> str:

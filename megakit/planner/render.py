@@ -49,6 +49,8 @@ def _summary(plan: Plan) -> Table:
             f"{', '.join(f'{n:,} x {size:,}' for size, n in ramp[:3])}{' ... ' * (len(ramp) > 3)}"
             f" samples, {sum(n for _, n in ramp):,} steps in all; then {sizes[-1][0]:,} samples a step",
         )
+    ends = f"{plan.lr:g}" + (f" to {plan.min_lr:g}" if plan.lr_schedule != "constant" else "")
+    table.add_row("optimizer", f"{plan.optimizer}, lr {ends}, {plan.lr_schedule}")
     table.add_row("run", f"{plan.steps:,} steps, {plan.samples:,} samples, {plan.tokens:,} tokens")
     return table
 

@@ -129,6 +129,13 @@ class TypedComm(FakeComm):
         self._follow("shift", axis, x, handle.result, before)
         return handle
 
+    def all_to_all(self, x: torch.Tensor, axis: str, send: list[int], receive: list[int]) -> Handle:
+        before = get_local_type(x)
+        with spmd.no_typecheck():
+            handle = super().all_to_all(x, axis, send, receive)
+        self._follow("all_to_all", axis, x, handle.result, before)
+        return handle
+
     def send(self, x: torch.Tensor, stage: int) -> Handle:
         with spmd.no_typecheck():
             return super().send(x, stage)
@@ -167,9 +174,9 @@ class TypedComm(FakeComm):
             what = f"over {axis} of a value that is {word(have)} over {self.axes.name(a)}"
             if op in ("all_reduce", "reduce_scatter") and have not in (P, V):
                 raise SpmdTypeError(f"{op} {what}: it is counted {a.size()} times")
-            if op in ("all_gather", "shift") and have is not V:
+            if op in ("all_gather", "shift", "all_to_all") and have is not V:
                 raise SpmdTypeError(f"{op} {what}, not varying")
             if op == "max" and have is P:
                 raise SpmdTypeError(f"max {what}: the sum is due first")
-            out[a] = V if op in ("reduce_scatter", "shift") else R
+            out[a] = V if op in ("reduce_scatter", "shift", "all_to_all") else R
         return out

@@ -21,7 +21,8 @@ def scalars(key: keys.Key) -> set[type]:
     """The plain types in a key's type."""
     out: set[type] = set()
     for option in keys.options(key.hint):
-        out |= set(typing.get_args(option)) if typing.get_origin(option) is list else {option}
+        inside = {list: typing.get_args(option), dict: typing.get_args(option)[1:]}
+        out |= set(inside.get(typing.get_origin(option), (option,)))
     return out - {type(None)}
 
 
@@ -54,7 +55,7 @@ def test_numbers_out_of_range_are_refused(name: str):
     if span.high is not None:
         outside.append((span.high, "less than") if span.open_high else (span.high + 1, "at most"))
     for value, words in outside:
-        listed = f"[{value}]" if "list" in key.type_name else str(value)
+        listed = f"[{value}]" if "list" in key.type_name else f"{{a: {value}}}" if "map" in key.type_name else str(value)
         line = refusal(f"{name}={listed}")
         if name in NOT_BUILT and "not built yet" in line:
             continue

@@ -21,7 +21,8 @@ KEPT = [
               " hidden_dropout attention_dropout init_method_std make_vocab_size_divisible_by"),
     ("parallel", "zero sequence_parallel schedule virtual_stages recompute"),
     ("train", "seed precision label_smoothing z_loss max_skipped_steps"),
-    ("optim", "lr min_lr schedule weight_decay beta1 beta2 eps clip_grad"),
+    ("optim", "name lr min_lr lr_scaling schedule wsd_decay_style weight_decay beta1 beta2 eps"
+              " momentum nesterov ns_steps clip_grad"),
     ("checkpoint", "keep"),
     ("ops", "backend"),
 ]  # fmt: skip
@@ -159,6 +160,11 @@ def test_a_rampup_stays_one_and_is_passed_at_the_save(ramp: str, micro_batch_siz
     sizes = [size for size, n in BatchSize.of(small.train).runs() for _ in range(n or 2)]
     assert sizes == [small.train.global_batch_size // 2] * 2 + [small.train.global_batch_size] * 2
     assert lr_factor(small) == 2.0
+
+
+def test_patterns_of_layers_that_are_cut_off_move_to_the_last():
+    small = shrink(tiny("model.num_layers=30", "optim.lr_mult={embedding.*: 0.1, layers.29.*: 0.5, layers.1*: 2, layers.0.*: 3}"))
+    assert small.optim.lr_mult == {"embedding.*": 0.1, "layers.1.*": 0.5, "layers.1*": 2.0, "layers.0.*": 3.0}
 
 
 def test_what_a_recipe_leaves_out_stays_out():

@@ -119,7 +119,7 @@ def test_documents_come_only_when_asked_for() -> None:
     source = stream()
     with loader(source) as batches:
         assert next(batches).documents is None
-    with Loader(source, dp=2, dp_rank=1, global_batch_size=6, start=12, prefetch=1, documents=True) as batches:
+    with Loader(source, dp=2, dp_rank=1, size=BatchSize(6, 6), start=12, prefetch=1, documents=True) as batches:
         batch = next(batches)
         assert np.array_equal(batch.documents, source.documents_of(source.ids(15, 3)))
         assert batch.documents.shape == batch.tokens.shape and batch.documents.dtype == np.int32

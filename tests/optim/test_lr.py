@@ -72,7 +72,7 @@ SHAPES = [
 
 @pytest.mark.parametrize(("schedule", "style"), SHAPES)
 def test_ends_hold_to_the_bit_whatever_the_numbers(schedule, style):
-    """n L / n and m + (L - m) 1 are not L in floating point: of these cases about one in five would fail."""
+    """n L / n and m + (L - m) 1 are not L in floating point: of these cases one in seven would fail."""
     draw = random.Random(schedule + style)
     for _ in range(300):
         lr, steps = draw.uniform(1e-5, 1.0), draw.randint(1, 400)

@@ -18,6 +18,8 @@ def decayed(family):
     with torch.no_grad():
         for p in e.buffers.parameters.values():
             p.fill_(2.0)
+    for shard in e.buffers.shards:
+        shard.grad = torch.zeros_like(shard.master)
     zero = torch.zeros((), dtype=torch.float64)
     e.optimizer.step(0.1, zero, zero + 1)
     return {name: p.unique().tolist() for name, p in e.buffers.parameters.items()}
@@ -36,7 +38,7 @@ def one_step(clip):
     e.forward_backward(micro_batches(e, 0))
     (shard, *_) = e.buffers.shards
     result = e.optimizer.step(0.01, torch.zeros(()), torch.full((), 100.0))
-    return result.grad_norm, e.optimizer.exp_avg[shard].norm().item()
+    return result.grad_norm, e.optimizer.states["exp_avg"][shard].norm().item()
 
 
 def test_clipping_bounds_a_large_gradient_and_leaves_a_small_one(pools):
@@ -52,6 +54,7 @@ def poisoned(cfg, bad, where):
     """Two steps, of which one rank's gradients of the first are poisoned -> results, and whether weights were kept."""
     e = engine(cfg)
     e.initialize()
+    e.settle()
     before = e.buffers.flat.clone()
     e.forward_backward(micro_batches(e, 0))
     loss = torch.zeros((), dtype=torch.float64)
@@ -63,6 +66,7 @@ def poisoned(cfg, bad, where):
     first = e.optimizer.step(0.01, loss, torch.ones(()), votes=(1.0, float(e.state.rank)))
     kept, updates = torch.equal(e.buffers.flat, before), e.optimizer.updates
     second = e.train_step(micro_batches(e, 1), 0.01)
+    e.settle()
     return first, kept, updates, second, e.optimizer.updates, torch.equal(e.buffers.flat, before)
 
 

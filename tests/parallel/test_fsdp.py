@@ -205,7 +205,7 @@ def held(cfg):
     gathered to."""
     buffers = FullyShardedBuffers((e := engine(cfg)).specs, e.comm, dtype=torch.bfloat16, device=torch.device("cpu"))
     unsharded = sum(p.nbytes for p in buffers.parameters.values() if not p.is_meta)
-    states = [s.master for s in e.buffers.shards] + [*e.optimizer.exp_avg.values(), *e.optimizer.exp_avg_sq.values()]
+    states = [s.master for s in e.buffers.shards] + [*(t for flat in e.optimizer.states.values() for t in flat.values())]
     return unsharded, sum(t.untyped_storage().nbytes() for t in states)
 
 

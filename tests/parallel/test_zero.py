@@ -67,7 +67,7 @@ def layout(dp, zero, precision):
         "weights": b.flat.nbytes,
         "grads": (b.grads.nbytes, b.grads.dtype),
         "masters": 0 if b._masters is None else b._masters.nbytes,
-        "moments": sum(t.nbytes for t in (*e.optimizer.exp_avg.values(), *e.optimizer.exp_avg_sq.values())),
+        "moments": sum(t.nbytes for flat in e.optimizer.states.values() for t in flat.values()),
         "padding": b.flat.numel() - sum(s.shard.numel for s in e.specs.values()),
         "buckets": len(b.buckets),
     }

@@ -122,7 +122,7 @@ def gathered(cfg: Config) -> tuple[int, int, int]:
     e.train_step(micro_batches(e, 0), 0.01)
     width = 4 if cfg.train.precision == "fp32" else 2
     root, *layers = (width * r.shape[0] for r in e.comm.records if (r.op, r.group) == ("all_gather", "dp_shard"))
-    states = [*(s.master for s in e.buffers.shards), *e.optimizer.exp_avg.values(), *e.optimizer.exp_avg_sq.values()]
+    states = [*(s.master for s in e.buffers.shards), *(t for flat in e.optimizer.states.values() for t in flat.values())]
     return root + 2 * max(layers[: len(stage.blocks)]), held[-1], sum(t.nbytes for t in states)
 
 
@@ -256,7 +256,7 @@ def held(cfg: Config) -> tuple[int, int, int, int]:
     state = ParallelState(Grid(p.dp or 1, p.pp, p.cp, p.tp), torch.device("cpu"), timedelta(seconds=60))
     engine = Engine(cfg, state, Comm(state))
     parameters = list(engine.buffers.parameters.values())
-    moments = [*engine.optimizer.exp_avg.values(), *engine.optimizer.exp_avg_sq.values()]
+    moments = [t for flat in engine.optimizer.states.values() for t in flat.values()]
     masters = [] if cfg.train.precision == "fp32" else [shard.master for shard in engine.buffers.shards]
     return (
         sum(t.numel() * t.element_size() for t in parameters),
@@ -272,6 +272,8 @@ def held(cfg: Config) -> tuple[int, int, int, int]:
         ["parallel.tp=2", "parallel.pp=2", "train.precision=bf16"],
         ["parallel.tp=2", "parallel.pp=2", "train.precision=fp32", "model.tie_embeddings=true"],
         ["parallel.dp=2", "parallel.pp=2", "train.precision=bf16", "parallel.zero=1"],
+        ["parallel.dp=2", "parallel.tp=2", "train.precision=bf16", "parallel.zero=1", "optim.name=muon"],
+        ["parallel.tp=2", "parallel.pp=2", "train.precision=fp32", "optim.name=sgd"],
     ],
 )
 def test_planned_bytes_are_those_of_the_real_tensors(pools, overrides: list[str]):
@@ -283,6 +285,20 @@ def test_planned_bytes_are_those_of_the_real_tensors(pools, overrides: list[str]
             for weights, gradients, optimizer, padding in real[lo : hi + 1]:
                 assert (weights, gradients) == (stage.weight_bytes, stage.gradient_bytes)
                 assert stage.optimizer_bytes <= optimizer <= stage.optimizer_bytes + padding
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["optim.name=sgd", "train.precision=fp32"], "+ 4 B fp32 momentum (ZeRO 0)"),
+        (["optim.name=sgd", "optim.momentum=0", "train.precision=bf16"], "+ 4 B fp32 master (ZeRO 0)"),
+        (["optim.name=sgd", "optim.momentum=0", "train.precision=fp32"], "+ 0 B no states (ZeRO 0)"),
+        (["optim.name=muon", "train.precision=bf16", "parallel.zero=1"],
+         "+ 8 B fp32 master and momentum (12 B fp32 master and two moments outside of hidden matrices) / dp 1 (ZeRO 1)"),
+    ],
+)  # fmt: skip
+def test_the_bytes_depend_on_the_optimizer(overrides: list[str], says: str):
+    assert says in make_plan(tiny(*overrides)).formula
 
 
 def test_a_run_that_ends_in_its_warmup_is_noted():
@@ -301,6 +317,13 @@ def test_a_rampup_is_in_the_plan():
 def test_a_run_that_ends_in_its_rampup_is_noted():
     assert any("ends in its ramp-up" in n for n in make_plan(tiny("train.rampup_batch_size=[2,2,1200]")).notes)
     assert not any("ramp-up" in n for n in make_plan(tiny("train.rampup_batch_size=[2,2,12]")).notes)
+
+
+def test_each_size_of_a_rampup_must_suit_the_schedule():
+    keys = ["parallel.pp=2", "parallel.schedule=interleaved_1f1b", "parallel.virtual_stages=2", "train.global_batch_size=16"]
+    make_plan(tiny(*keys, "train.rampup_batch_size=[4,4,100]"))
+    with pytest.raises(Refused, match=r"rampup_batch_size = \[2, 2, 100\] has steps of 2 samples: .*blocks of parallel.pp = 2"):
+        make_plan(tiny(*keys, "train.rampup_batch_size=[2,2,100]"))
 
 
 def test_the_peak_of_a_scaled_learning_rate_is_in_the_plan():

@@ -39,6 +39,7 @@ def _rope(kind: str, **keys: float) -> dict[str, Any]:
 
 
 EIGHT = {"model__num_layers": 8}
+GROUPS = {"optim__lr_mult": {"layers.*": 0.5, "layers.1.*": 1.0, "*norm*": 2.0}, "optim__wd_mult": {"embedding.*": 0.0}}
 ZBV = _parallel(schedule="zb_v", virtual_stages=2)
 
 FEATURES = [
@@ -70,6 +71,14 @@ FEATURES = [
     Feature("RoPE scaling yarn", {"model__rotary_base": 10.0, **_rope("yarn")}),
     Feature("dropout", {"model__hidden_dropout": 0.1}, "gpt2", oracle=False, without=("cp",)),
     Feature("label smoothing", {"train__label_smoothing": 0.1}),
+    Feature("SGD, Nesterov", {"optim__name": "sgd", "optim__nesterov": True, "optim__lr": 0.1, "optim__eps": 1e-8}),
+    Feature("Muon", {"optim__name": "muon"}),
+    Feature("Muon, GPT-2", {"optim__name": "muon"}, "gpt2"),
+    Feature("Muon, ZeRO 1", {"optim__name": "muon", **_parallel(zero=1)}),
+    Feature("Muon, ZeRO 2, SP", {"optim__name": "muon", **_parallel(zero=2, sequence_parallel=True)}),
+    Feature("Muon, ZeRO 1, groups of 2", {"optim__name": "muon", **_parallel(zero=1, zero_group=2)}),
+    Feature("Muon, ZeRO 3", {"optim__name": "muon", **_parallel(zero=3, bucket_size=40_000_000)}),
+    Feature("parameter groups, ZeRO 1", {**GROUPS, **_parallel(zero=1)}),
     Feature("micro-batches of 2", {"train__micro_batch_size": 2, "train__global_batch_size": 8}),
 ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fnmatch import fnmatchcase
 
 import torch
 import torch.nn.functional as F
@@ -95,32 +96,77 @@ def logits(cfg: Config, w: dict[str, torch.Tensor], tokens: torch.Tensor, docume
     return F.linear(norm(x, "final_norm"), w["embedding.word.weight" if m.tie_embeddings else "output.weight"])
 
 
+class Muon:
+    """Singular values are taken up by the quintic one by one, in float64: no Newton-Schulz iteration on matrices."""
+
+    def __init__(self, cfg: Config, named: dict[str, torch.Tensor]):
+        self.cfg, self.named = cfg, named
+        self.momentum = {name: torch.zeros_like(t) for name, t in named.items()}
+
+    @torch.no_grad()
+    def step(self) -> None:
+        o, m = self.cfg.optim, self.cfg.model
+        u = 0.95 if o.momentum is None else o.momentum
+        kv = m.num_query_groups * m.hidden_size // m.num_attention_heads
+        for name, w in self.named.items():
+            momentum = self.momentum[name].mul_(u).add_(w.grad, alpha=1 - u)
+            direction = momentum if o.nesterov is False else (1 - u) * w.grad + u * momentum
+            rows = [w.shape[0]]
+            if "qkv" in name:
+                rows = [m.hidden_size, kv, kv]
+            elif "mlp.up" in name and m.activation == "swiglu":
+                rows = [m.ffn_hidden_size] * 2
+            w.mul_(1 - o.lr * multiplier(o.lr_mult, name) * o.weight_decay * multiplier(o.wd_mult, name))
+            for part, n in zip(w.split(rows), direction.split(rows)):
+                left, s, right = torch.linalg.svd(n / n.norm(), full_matrices=False)
+                for _ in range(o.ns_steps or 5):
+                    s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+                part.sub_(left * s @ right, alpha=o.lr * multiplier(o.lr_mult, name) * 0.2 * max(part.shape) ** 0.5)
+
+
+def multiplier(patterns: dict[str, float] | None, name: str) -> float:
+    found = [value for pattern, value in (patterns or {}).items() if fnmatchcase(name, pattern)]
+    return found[-1] if found else 1.0
+
+
+def optimizers(cfg: Config, w: dict[str, torch.Tensor]) -> list:
+    o, out = cfg.optim, []
+    if o.name == "muon":
+        hidden = {name: t for name, t in w.items() if name.startswith("layers.") and t.dim() == 2}
+        out.append(Muon(cfg, hidden))
+        w = {name: t for name, t in w.items() if name not in hidden}
+    groups = [
+        {
+            "params": [t],
+            "lr": o.lr * multiplier(o.lr_mult, name),
+            "weight_decay": o.weight_decay * multiplier(o.wd_mult, name) * ("norm" not in name and "bias" not in name),
+        }
+        for name, t in w.items()
+    ]
+    if o.name == "sgd":
+        momentum = 0.9 if o.momentum is None else o.momentum
+        return [torch.optim.SGD(groups, momentum=momentum, nesterov=bool(o.nesterov))]
+    return [*out, torch.optim.AdamW(groups, betas=(o.beta1, o.beta2), eps=o.eps)]
+
+
 def train(cfg: Config, start: dict[str, torch.Tensor], steps: int = 5, dtype=torch.float64, sizes=None):
     """From the global weights -> [(loss, gradient norm)], the gradients of the first step, the weights after the last.
 
     `sizes`: samples of each step, in place of train.global_batch_size.
     """
     w = {name: t.to(dtype).requires_grad_() for name, t in start.items()}
-    o = cfg.optim
-    flat = ("norm", "bias")
-    adamw = torch.optim.AdamW(
-        [
-            {"params": [t for n, t in w.items() if not any(f in n for f in flat)], "weight_decay": o.weight_decay},
-            {"params": [t for n, t in w.items() if any(f in n for f in flat)], "weight_decay": 0.0},
-        ],
-        lr=o.lr,
-        betas=(o.beta1, o.beta2),
-        eps=o.eps,
-    )
+    o, stepped = cfg.optim, optimizers(cfg, w)
     curve, first = [], {}
     for step in range(steps):
         tokens, labels = batch(cfg, step, sizes and sizes[step])
         out = logits(cfg, w, tokens, documents_of(cfg, step) if cfg.data.isolate_documents else None).flatten(0, 1)
         loss = F.cross_entropy(out, labels.flatten(), ignore_index=IGNORE, label_smoothing=cfg.train.label_smoothing)
-        adamw.zero_grad()
+        for t in w.values():
+            t.grad = None
         loss.backward()
         first = first or {n: t.grad.clone() for n, t in w.items()}
         norm = torch.nn.utils.clip_grad_norm_(w.values(), o.clip_grad) if o.clip_grad else torch.zeros(())
-        adamw.step()
+        for each in stepped:
+            each.step()
         curve.append((loss.item(), norm.item()))
     return curve, first, {n: t.detach() for n, t in w.items()}

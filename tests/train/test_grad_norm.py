@@ -32,7 +32,7 @@ def share_of_norms(e: Engine) -> float:
     squares = torch.zeros(2, dtype=torch.float64)
     for shard in e.buffers.shards:
         part = shard.grad.double().square().sum()
-        squares += part * torch.tensor([not shard.decay, True], dtype=torch.float64) * shard.owned
+        squares += part * torch.tensor([not shard.group.decay, True], dtype=torch.float64) * shard.owned
     whole = Comm(e.state).all_reduce(squares, "world").wait()
     return (whole[0] / whole[1]).item()
 

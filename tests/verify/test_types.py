@@ -71,6 +71,9 @@ LAYOUTS = {
     "documents": {"tp": 2, "data__isolate_documents": True},
     "zero 3": {"dp": 2, "zero": 3},
     "zero 3, sp, replicas": {**SP, "dp": 4, "zero": 3, "zero_group": 2, "recompute": "full"},
+    "sgd, groups": {"tp": 2, "optim__name": "sgd", "optim__lr_mult": {"layers.*": 0.5}},
+    "muon": {**SP, "dp": 2, "zero": 1, "optim__name": "muon"},
+    "muon zero 2": {**SP, "dp": 4, "zero": 2, "zero_group": 2, "pp": 2, "optim__name": "muon"},
     "bf16": {**SP, "dp": 2, "zero": 1, "train__precision": "bf16"},
 }
 

@@ -1,0 +1,49 @@
+"""AdamW (Loshchilov & Hutter 2019) on flat shards, as torch computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from megakit.config.schema import OptimConfig
+from megakit.parallel.shard import ParamGroup
+from megakit.parallel.zero import Shard
+
+
+class AdamW:
+    """torch's fused AdamW with one parameter per shard; the weight decay is decoupled."""
+
+    def __init__(self, shards: Sequence[Shard], cfg: OptimConfig):
+        exp_avg = {shard: torch.zeros_like(shard.master) for shard in shards}
+        exp_avg_sq = {shard: torch.zeros_like(shard.master) for shard in shards}
+        self.states = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+        self._params = {shard: nn.Parameter(shard.master) for shard in shards}
+        by_group: dict[ParamGroup, list[nn.Parameter]] = {}
+        for shard, param in self._params.items():
+            by_group.setdefault(shard.group, []).append(param)
+        self._groups = list(by_group)
+        self._adamw = torch.optim.AdamW(
+            [{"params": params, "weight_decay": cfg.weight_decay * group.decay} for group, params in by_group.items()],
+            lr=cfg.lr,
+            betas=(cfg.beta1, cfg.beta2),
+            eps=cfg.eps,
+            fused=True,
+        )
+        # made here, not by the first step: a checkpoint is loaded into them. Each has a step tensor of its own, a shared
+        # one would be counted up by each
+        self._counts = [torch.tensor(0.0, device=shard.master.device) for shard in shards]
+        for (shard, param), count in zip(self._params.items(), self._counts):
+            self._adamw.state[param] = {"step": count, "exp_avg": exp_avg[shard], "exp_avg_sq": exp_avg_sq[shard]}
+
+    def step(self, lr: float, update: int) -> None:
+        """The bias correction is that of step `update`."""
+        torch._foreach_zero_(self._counts)
+        torch._foreach_add_(self._counts, update - 1)
+        for group, of_torch in zip(self._groups, self._adamw.param_groups):
+            of_torch["lr"] = lr * group.lr
+        for shard, param in self._params.items():
+            param.grad = shard.grad
+        self._adamw.step()
+        self._adamw.zero_grad()
