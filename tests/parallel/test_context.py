@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
 
+from megakit.parallel import context
 from megakit.parallel.comm import Comm
 from megakit.parallel.context import Exchange, chunks, context_attention, cut, gathered_pieces, positions, ring_piece
 from megakit.parallel.grid import Grid, ParallelState
@@ -153,8 +155,23 @@ def test_dropout_of_weights(pools, kind):
     for a, b in ((on[0], on[1]), (on, kept(other) > 0)):
         assert 0.4 < (a != b)[..., below].float().mean() < 0.6
     q = S // 4
-    first, second = below[:q, :q], on[0, -q:, -q:]
-    assert 0.3 < (on[0, :q, :q] != second)[first].float().mean() < 0.7, "the two ranks' own chunks"
+    first, second = below[:q, :q], on[0, q : 2 * q, q : 2 * q]
+    assert 0.3 < (on[0, :q, :q] != second)[first].float().mean() < 0.7, "the two ranks' first chunks"
+
+
+def seeds(kind):
+    c = comm(cp=3)
+    drawn: list[int] = []
+    mine = [cut(t.detach().movedim(2, 0), 3, c.index("cp")).movedim(0, 2) for t in whole(2)[:3]]
+    with mock.patch.object(context, "keep_mask", lambda shape, p, seed, device: drawn.append(seed) or torch.ones(shape)):
+        context_attention(*mine, Exchange(c, kind, None, 0.5, 1))
+    return drawn
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_that_read_one_block_draw_other_masks(pools, kind):
+    drawn = list(itertools.chain(*pools(3).run(seeds, kind)))
+    assert len(set(drawn)) == len(drawn) >= 7
 
 
 def gradients_of_dropout(kind: str):
