@@ -161,7 +161,7 @@ def record_on_a_gpu(cfg: Config, place: Place) -> Any:
     with place.patch.context() as patch:
         patch.setattr(loop, "peak_memory_gib", lambda device: 0.0)
         result = StepResult(loss=1.0, grad_norm=1.0, tokens=1, skipped=False, votes=())
-        trainer._report(SimpleNamespace(train=written.append), result, lr=1.0, took=1.0, waited=0.0)
+        trainer._report(SimpleNamespace(train=written.append), result, samples=4, lr=1.0, took=1.0, waited=0.0)
     return written[0].mfu
 
 
