@@ -3,6 +3,7 @@ saved and loaded as any layout; and its faults are seen."""
 
 from __future__ import annotations
 
+import math
 from unittest import mock
 
 import pytest
@@ -174,7 +175,11 @@ def with_evaluation(cfg):
     e.initialize()
     seen = []
     for step in range(2):
+        e.comm.bytes.clear()
         seen.append(e.evaluate(micro_batches(e, 5))[0])
+        if cfg.parallel.zero == 3:  # each unit once per micro-batch: what was gathered is freed
+            elements = sum(spec.shard.row_share(2) * 2 for spec in e.specs.values())
+            assert e.comm.bytes["all_gather", "dp_shard"] == 2 * 4 * elements
         seen += e.logits(torch.arange(cfg.train.seq_len), 3).tolist()
         result = e.train_step(micro_batches(e, step), 0.01)
         seen += [result.loss, result.grad_norm]
@@ -201,17 +206,29 @@ def test_checkpoints_of_zero_1_and_back(pools, tmp_path):
 
 
 def held(cfg):
-    """Bytes of a rank: parameters before they are sharded, masters and moments, and all that the root and two layers are
-    gathered to."""
-    buffers = FullyShardedBuffers((e := engine(cfg)).specs, e.comm, dtype=torch.bfloat16, device=torch.device("cpu"))
-    unsharded = sum(p.nbytes for p in buffers.parameters.values() if not p.is_meta)
+    """Bytes of a rank: parameters before they are sharded, masters and moments; and what it has beside its rows."""
+    torch.use_deterministic_algorithms(True)  # memory that nobody fills is NaN
+    try:
+        e = engine(cfg)
+        e.initialize()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    whole = FullyShardedBuffers(e.specs, e.comm, dtype=torch.bfloat16, device=torch.device("cpu"))
+    unsharded = sum(p.nbytes for p in whole.parameters.values() if not p.is_meta)
+    padding = 0.0
+    for shard in e.buffers.shards:
+        rest = shard.master.clone()
+        for part in shard.parts:
+            for piece in part.spec.shard.pieces(part.lo, part.hi):
+                rest[part.first + piece.offset :][: math.prod(piece.size)] = 0
+        padding += rest.abs().sum().item()
     states = [s.master for s in e.buffers.shards] + [*(t for flat in e.optimizer.states.values() for t in flat.values())]
-    return unsharded, sum(t.untyped_storage().nbytes() for t in states)
+    return unsharded, sum(t.untyped_storage().nbytes() for t in states), padding
 
 
-def test_no_rank_ever_holds_the_model(pools):
+def test_no_rank_ever_holds_the_model_and_padding_is_zero(pools):
     cfg = sharded("gpt2", 3, UNEVEN)
     (layout,) = rank_stages(cfg, 0)
     whole = sum(p.shard.numel for p in stage_params(cfg, layout, 1, 0).values())
-    for unsharded, states in pools(2).run(held, cfg):
-        assert unsharded == 0 and 12 * whole / 2 <= states < 12.6 * whole / 2
+    for unsharded, states, padding in pools(2).run(held, cfg):
+        assert (unsharded, padding) == (0, 0) and 12 * whole / 2 <= states < 12.6 * whole / 2
