@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megakit.config import rules
-from megakit.config.schema import Config
+from megakit.config.schema import Config, ParallelConfig
 from megakit.errors import Refused
 from megakit.planner.plan import make_plan
 from tests.tiny import tiny
@@ -41,6 +41,7 @@ def _rope(kind: str, **keys: float) -> dict[str, Any]:
 EIGHT = {"model__num_layers": 8}
 GROUPS = {"optim__lr_mult": {"layers.*": 0.5, "layers.1.*": 1.0, "*norm*": 2.0}, "optim__wd_mult": {"embedding.*": 0.0}}
 ZBV = _parallel(schedule="zb_v", virtual_stages=2)
+ZERO3 = _parallel(zero=3, bucket_size=ParallelConfig().bucket_size)
 
 FEATURES = [
     Feature("Llama (GQA)"),
@@ -53,6 +54,9 @@ FEATURES = [
     Feature("ZeRO 2", _parallel(zero=2)),
     Feature("ZeRO 1, groups of 2", _parallel(zero=1, zero_group=2)),
     Feature("ZeRO 2, groups of 2", _parallel(zero=2, zero_group=2)),
+    Feature("ZeRO 3", ZERO3),
+    Feature("ZeRO 3, GPT-2, SP, recompute full", {**ZERO3, **_parallel(sequence_parallel=True, recompute="full")}, "gpt2"),
+    Feature("ZeRO 3, groups of 2, per micro-batch", {**ZERO3, **_parallel(zero_group=2, zero3_reduce="microbatch")}),
     Feature("GPipe", _parallel(schedule="gpipe")),
     Feature("interleaved 1F1B", {**EIGHT, **_parallel(schedule="interleaved_1f1b", virtual_stages=2)}),
     Feature("interleaved 1F1B, GPT-2", {**EIGHT, **_parallel(schedule="interleaved_1f1b", virtual_stages=2)}, "gpt2"),
