@@ -81,7 +81,7 @@ FEATURES = [
     Feature("Muon, ZeRO 1", {"optim__name": "muon", **_parallel(zero=1)}),
     Feature("Muon, ZeRO 2, SP", {"optim__name": "muon", **_parallel(zero=2, sequence_parallel=True)}),
     Feature("Muon, ZeRO 1, groups of 2", {"optim__name": "muon", **_parallel(zero=1, zero_group=2)}),
-    Feature("Muon, ZeRO 3", {"optim__name": "muon", **_parallel(zero=3, bucket_size=40_000_000)}),
+    Feature("Muon, ZeRO 3", {"optim__name": "muon", **ZERO3}),
     Feature("parameter groups, ZeRO 1", {**GROUPS, **_parallel(zero=1)}),
     Feature("micro-batches of 2", {"train__micro_batch_size": 2, "train__global_batch_size": 8}),
 ]
