@@ -146,7 +146,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "parallel.schedule": ("1f1b", "gpipe", "interleaved_1f1b", "zb_h1", "zb_v"),
     "parallel.stage_balance": ("layers", "cost"),
     "parallel.cp_comm_type": ("p2p", "all_gather"),
-    "parallel.zero3_reduce": ("step", "microbatch"),
+    "parallel.zero3_reduce": ("microbatch", "step"),
     "parallel.recompute": ("none", "selective", "full"),
     "train.precision": ("bf16", "fp16", "fp32"),
     "train.grad_dtype": ("fp32", "bf16"),

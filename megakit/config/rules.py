@@ -204,7 +204,7 @@ def _check_zero(cfg: Config) -> None:
     p = cfg.parallel
     if p.zero == 3:
         _check_fully_sharded(p)
-    elif p.zero3_reduce != "step":
+    elif p.zero3_reduce != "microbatch":
         raise Refused(
             f"parallel.zero3_reduce = {p.zero3_reduce} changes nothing with parallel.zero = {p.zero}: leave it out, or use"
             " parallel.zero=3"

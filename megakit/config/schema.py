@@ -90,8 +90,8 @@ class ParallelConfig:
     """ZeRO stage, what is sharded over dp: 0 nothing, 1 the optimizer states, 2 gradients too, 3 weights too (pp = 1)."""
     zero_group: Optional[int] = None
     """Ranks that share one copy of what ZeRO shards, neighbours on dp; it is replicated over such groups. null: all of dp."""
-    zero3_reduce: str = "step"
-    """When ZeRO 3 reduces gradients: step (once; they accumulate unsharded) | microbatch (each time; they are always sharded)."""
+    zero3_reduce: str = "microbatch"
+    """When ZeRO 3 reduces gradients: microbatch (each time; they are always sharded) | step (once; they accumulate unsharded)."""
     sequence_parallel: bool = False
     """Shard activations between the tensor-parallel layers along the sequence."""
     schedule: str = "1f1b"

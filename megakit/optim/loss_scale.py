@@ -40,7 +40,7 @@ class LossScale:
                 self.scale = max(self.scale / 2, self._min)
             return
         self._good += 1
-        if self._good == self._window:
+        if self._good >= self._window:
             self._good, self._left = 0, self._hysteresis
             self.scale = min(self.scale * 2, max(self.scale, LARGEST))
 
@@ -49,4 +49,6 @@ class LossScale:
         return {"scale": self.scale, "good_steps": self._good, "hysteresis_left": self._left}
 
     def load(self, state: dict[str, float]) -> None:
-        self.scale, self._good, self._left = state["scale"], int(state["good_steps"]), int(state["hysteresis_left"])
+        """The recipe's own limits hold from here on: they may be others than those of the run that was saved."""
+        self.scale = max(state["scale"], self._min)
+        self._good, self._left = int(state["good_steps"]), min(int(state["hysteresis_left"]), self._hysteresis)

@@ -61,15 +61,21 @@ class _Works:
 
 
 class Handle:
-    """A result that may still be under way. Keeps its buffers alive until `wait()`."""
+    """A result that may still be under way. `keep` is what was handed in: it lives until `wait()`."""
 
-    def __init__(self, result: torch.Tensor, work: dist.Work | _Works | None = None, ended: Callable[[], None] | None = None):
-        self.result, self._work, self._ended = result, work, ended
+    def __init__(
+        self,
+        result: torch.Tensor,
+        work: dist.Work | _Works | None = None,
+        ended: Callable[[], None] | None = None,
+        keep: torch.Tensor | None = None,
+    ):
+        self.result, self._work, self._ended, self._keep = result, work, ended, keep
 
     def wait(self) -> torch.Tensor:
         if self._work is not None:
             self._work.wait()
-            self._work = None
+            self._work = self._keep = None
             if self._ended is not None:
                 self._ended()
         return self.result
@@ -120,8 +126,10 @@ class Comm:
     def _ended(self, record: Record) -> None:
         record.waited = self._tick()
 
-    def _handle(self, result: torch.Tensor, work: dist.Work | _Works | None, record: Record) -> Handle:
-        return Handle(result, work, partial(self._ended, record))
+    def _handle(
+        self, result: torch.Tensor, work: dist.Work | _Works | None, record: Record, keep: torch.Tensor | None = None
+    ) -> Handle:
+        return Handle(result, work, partial(self._ended, record), keep)
 
     def all_reduce(self, x: torch.Tensor, axis: str, op: str = "sum") -> Handle:
         """In place; `op` is sum or max."""
@@ -138,7 +146,7 @@ class Comm:
         x = x.contiguous()
         out = x.new_empty((n * x.shape[0], *x.shape[1:])) if out is None else out
         record = self._record_tensor("all_gather", axis, out)
-        return self._handle(out, _all_gather(out, x, group=self.state.groups[axis], async_op=True), record)
+        return self._handle(out, _all_gather(out, x, group=self.state.groups[axis], async_op=True), record, x)
 
     def reduce_scatter(self, x: torch.Tensor, axis: str, out: torch.Tensor | None = None) -> Handle:
         """[n * ranks, ...] of each rank -> this rank's [n, ...] of their sum"""
@@ -148,7 +156,7 @@ class Comm:
         x = x.contiguous()
         out = x.new_empty((x.shape[0] // n, *x.shape[1:])) if out is None else out
         record = self._record_tensor("reduce_scatter", axis, x)
-        return self._handle(out, _reduce_scatter(out, x, group=self.state.groups[axis], async_op=True), record)
+        return self._handle(out, _reduce_scatter(out, x, group=self.state.groups[axis], async_op=True), record, x)
 
     def all_to_all(self, x: torch.Tensor, axis: str, send: list[int], receive: list[int]) -> Handle:
         """x, cut along dim 0 into one piece per rank of the group, of `send` rows -> the pieces that they cut for this rank, in

@@ -112,7 +112,8 @@ class ParallelState:
 
     Creating groups is collective: construct it on every rank at the same point, after `init_process_group`.
     `groups` has one entry per axis, `world`, those of REPLICAS, and on the first and last stage of a pipeline `embed`. Groups
-    of the same ranks are one process group. Every group has the same timeout: `new_group` would not inherit the world's.
+    of the same ranks are one process group, but for those of REPLICAS, which share none with the others. Every group has the
+    same timeout: `new_group` would not inherit the world's.
     """
 
     def __init__(self, grid: Grid, device: torch.device, timeout: timedelta):
@@ -124,17 +125,19 @@ class ParallelState:
         self.coord = grid.coords(self.rank)
         world = dist.distributed_c10d._get_default_group()
         dist.distributed_c10d._set_pg_timeout(timeout, world)
-        made = {tuple(range(grid.world)): world}
+        made = {(False, *range(grid.world)): world}
         self.groups: dict[str, dist.ProcessGroup] = {}
         for name in ("world", *AXES, *REPLICAS, "embed"):
             # a stage between the ends has no embed group: it makes one of itself, for torch names a group by the number
             # of those that a rank has made, and its members must agree on the name
-            ranks = tuple(grid.members(self.rank, name)) or (self.rank,)
-            if ranks not in made or (name == "embed" and grid.pp > 2):
+            ranks = grid.members(self.rank, name) or [self.rank]
+            # weights and gradients travel beside attention's keys and values: not in one queue with them
+            key = (name in REPLICAS and len(ranks) > 1, *ranks)
+            if key not in made or (name == "embed" and grid.pp > 2):
                 # only its members take part: a job of thousands of ranks doesn't wait for thousands of groups
-                made[ranks] = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+                made[key] = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
             if grid.members(self.rank, name):
-                self.groups[name] = made[ranks]
+                self.groups[name] = made[key]
 
     def size(self, axis: str) -> int:
         """Number of ranks in the group of that name."""

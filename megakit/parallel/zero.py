@@ -247,10 +247,12 @@ class FlatBuffers:
             bucket.whole = None  # the handle holds it until it is done
             self._flying.append(bucket)
             while len(self._flying) > IN_FLIGHT:
-                self._settle(self._flying.popleft())
+                self._settle(self._flying[0])
 
     def _settle(self, bucket: Bucket) -> None:
         """Wait for a reduction."""
+        if bucket in self._flying:
+            self._flying.remove(bucket)
         if bucket.reduction is not None:
             result = bucket.reduction.wait()
             if self.level == 2:

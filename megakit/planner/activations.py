@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megakit.config.schema import Config
 from megakit.modeling.balance import head_dim
@@ -47,16 +47,26 @@ def ledger(cfg: Config, layout: StageLayout) -> list[Kept]:
     return list(_Sizes(cfg).stage(layout))
 
 
-def peak(row: Iterable[Op], chunk_bytes: Sequence[int]) -> int:
-    """Most bytes that a rank keeps at once when it runs a row of the schedule; `chunk_bytes`: of one micro-batch, by chunk.
+def peak(row: Iterable[Op], chunk_bytes: Sequence[int], deferred_bytes: Sequence[int]) -> int:
+    """Most bytes that a rank keeps at once when it runs a row of the schedule.
 
-    A weight gradient that is put off counts as its whole forward pass until it is made: an upper bound.
+    By chunk, of one micro-batch: `chunk_bytes` from its forward pass on, `deferred_bytes` from I to W.
     """
     now = most = 0
     for op in row:
-        now += {"F": 1, "I": 0}.get(op.kind, -1) * chunk_bytes[op.chunk]
+        kept, put_off = chunk_bytes[op.chunk], deferred_bytes[op.chunk]
+        now += {"F": kept, "B": -kept, "I": put_off - kept, "W": -put_off}[op.kind]
         most = max(most, now)
     return most
+
+
+def deferred(cfg: Config, layout: StageLayout) -> int:
+    """Bytes that the weight gradients of one micro-batch need while they are put off: the operands of every linear layer.
+
+    Recomputation frees none of them: they count as what is kept without it, an upper bound.
+    """
+    parallel = replace(cfg.parallel, recompute="none", recompute_layers=None)
+    return sum(line.bytes for line in ledger(replace(cfg, parallel=parallel), layout))
 
 
 class _Sizes:

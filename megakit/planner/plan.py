@@ -30,9 +30,12 @@ from megakit.parallel.grid import Grid
 from megakit.parallel.pipeline import generators, schedule
 from megakit.parallel.pipeline.schedule import Op
 from megakit.parallel.shard import ParamSpec
-from megakit.planner.activations import Kept, ledger, peak
+from megakit.planner.activations import Kept, deferred, ledger, peak
 
 GIB = 2**30
+
+ZERO_BUBBLE = ("zb_h1", "zb_v")
+"""Schedules that put weight gradients off."""
 
 WEIGHT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 GRADIENT_BYTES = {"fp32": 4, "bf16": 2}
@@ -233,7 +236,9 @@ def stage_plan(cfg: Config, grid: Grid, rank: int, row: Sequence[Op], in_flight:
         gradient_bytes=gradients,
         optimizer_bytes=optimizer,
         activations=kept,
-        activation_bytes=peak(row, [sum(line.bytes for line in lines) for lines in kept]),
+        activation_bytes=peak(
+            row, [sum(line.bytes for line in lines) for lines in kept], [deferred(cfg, layout) for layout in layouts]
+        ),
         in_flight=in_flight,
     )
 
@@ -381,6 +386,11 @@ def _notes(cfg: Config, grid: Grid, stages: list[StagePlan], open_world: bool) -
             f"gradients accumulate unsharded over {micro_batches} micro-batches, {stages[0].gradient_bytes / GIB:.1f} GiB: with"
             f" parallel.zero3_reduce=microbatch they are sharded, and reduced {micro_batches} times per step"
         )
+    if cfg.parallel.recompute == "full" and cfg.parallel.schedule in ZERO_BUBBLE:
+        notes.append(
+            f"parallel.recompute = full saves little with parallel.schedule = {cfg.parallel.schedule}: the operands of weight"
+            " gradients that are put off are kept; use parallel.schedule=1f1b or interleaved_1f1b to save memory"
+        )
     if t.seq_len > context_length(cfg.model):
         notes.append(_beyond_context(cfg.model, t.seq_len))
     there, memory = rules.cluster_world(cfg), cfg.cluster.gpu_memory_gib
@@ -396,6 +406,8 @@ def _notes(cfg: Config, grid: Grid, stages: list[StagePlan], open_world: bool) -
 def _relief(cfg: Config, worst: StagePlan, memory: float) -> str:
     if worst.state_bytes > memory:
         return "more tp, pp or dp" if cfg.parallel.zero else "parallel.zero=1, or more tp or pp"
+    if cfg.parallel.schedule in ZERO_BUBBLE:
+        return "parallel.schedule=1f1b with parallel.recompute=full, or more tp"
     if cfg.parallel.recompute != "full" or cfg.parallel.recompute_layers is not None:
         return "parallel.recompute=full, or more tp"
     return "a smaller train.micro_batch_size, or more tp"

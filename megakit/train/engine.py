@@ -151,7 +151,7 @@ class Engine:
         return self.comm.broadcast(whole, "pp", self.placement.place(self.placement.stages - 1)[0])
 
     def boxes(self, owned: bool) -> Boxes:
-        """What a checkpoint holds of this rank; see `FlatBuffers.boxes`."""
+        """What a checkpoint holds of this rank; see `zero.boxes_of`."""
         return self.optimizer.boxes(owned)
 
     def progress(self) -> dict[str, Any]:

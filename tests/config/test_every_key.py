@@ -114,7 +114,7 @@ PROOFS: dict[str, Changes | Refuses | Permits] = {
     "parallel.zero": Changes(1, see.step, {"parallel.dp": 2}),
     "parallel.sequence_parallel": Changes(True, see.step, {**GRID, "parallel.tp": 2}),
     "parallel.zero_group": Changes(2, see.step, {"parallel.dp": 4, "parallel.zero": 1, "train.micro_batch_size": 1}),
-    "parallel.zero3_reduce": Changes("microbatch", see.plan, {"parallel.dp": 2, "parallel.zero": 3, "train.micro_batch_size": 1}),
+    "parallel.zero3_reduce": Changes("step", see.plan, {"parallel.dp": 2, "parallel.zero": 3, "train.micro_batch_size": 1}),
     "parallel.schedule": Changes("gpipe", see.step, {**GRID, "parallel.pp": 2}),
     "parallel.virtual_stages": Changes(4, see.step, CHUNKS),
     "parallel.stage_balance": Changes("cost", see.specs, {"parallel.pp": 2, "model.num_layers": 8, "model.vocab_size": 1000}),

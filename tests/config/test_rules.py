@@ -46,8 +46,8 @@ LLAMA3 = ["model.rope_scaling=llama3", *YARN[1:], "model.rope_low_freq_factor=1"
          ["parallel.zero_group = 3", "4 x 1 = 4", "valid groups 2, 4"]),
         (["parallel.zero=3", "parallel.pp=2"], ["parallel.zero = 3", "parallel.pp = 2", "parallel.zero=1 or 2"]),
         (["parallel.zero=3", "parallel.bucket_size=1000"], ["parallel.bucket_size = 1000", "parallel.zero = 3"]),
-        (["parallel.zero=2", "parallel.zero3_reduce=microbatch"],
-         ["parallel.zero3_reduce = microbatch", "parallel.zero = 2", "parallel.zero=3"]),
+        (["parallel.zero=2", "parallel.zero3_reduce=step"],
+         ["parallel.zero3_reduce = step", "parallel.zero = 2", "parallel.zero=3"]),
         # CF5
         (["train.global_batch_size=10", "train.micro_batch_size=4", "parallel.dp=2"],
          ["train.global_batch_size = 10", "train.micro_batch_size = 4 x parallel.dp = 2 = 8", "8 or 16"]),

@@ -69,3 +69,18 @@ def test_the_state_goes_on_where_it_was():
 @pytest.mark.parametrize(("tokens", "unit"), [(1, 1), (32, 32), (33, 64), (8192, 8192)])
 def test_the_seed_is_the_scale_of_a_mean_by_a_power_of_two(tokens, unit):
     assert LossScale(OptimConfig(initial_loss_scale=1024.0), tokens).seed == 1024.0 / unit
+
+
+def test_other_limits_than_those_of_the_saved_run_hold_from_the_resume_on():
+    """A shorter window, a higher minimum, less hysteresis: the state that was saved may lie outside them."""
+    saved = {"scale": 1024.0, "good_steps": 600, "hysteresis_left": 2}
+    scale = LossScale(OptimConfig(loss_scale_window=500, min_loss_scale=1.0, loss_scale_hysteresis=1), 1)
+    scale.load(saved)
+    scale.update(skipped=False)
+    assert scale.scale == 2048.0, "the window is over"
+    scale.load(saved)
+    scale.update(skipped=True)
+    assert scale.scale == 512.0, "no hysteresis"
+    scale = LossScale(OptimConfig(min_loss_scale=2.0**20), 1)
+    scale.load(saved)
+    assert scale.scale == 2.0**20, "a skip may not raise the scale"

@@ -110,8 +110,8 @@ def bytes_of_a_step(cfg):
     ("family", "precision", "keys"),
     [
         ("gpt2", "bf16", {"model": UNEVEN}),
-        ("llama", "fp32", {"recompute": "full"}),
-        ("llama", "fp32", {"zero3_reduce": "microbatch"}),
+        ("llama", "fp32", {"recompute": "full", "zero3_reduce": "step"}),
+        ("llama", "fp32", {}),
         ("llama", "bf16", {"dp": 4, "zero_group": 2}),
     ],
 )

@@ -62,3 +62,14 @@ def wrong_world():
 
 def test_a_grid_of_another_size_than_the_world_is_refused(pools):
     pools(2).run(wrong_world)
+
+
+def shared(grid):
+    state = ParallelState(grid, torch.device("cpu"), timedelta(seconds=60))
+    return {a: {b for b in state.groups if state.groups[b] is state.groups[a]} for a in state.groups}
+
+
+def test_weights_and_gradients_travel_in_groups_of_their_own(pools):
+    """Context parallelism without data parallelism: the same ranks, but a gather of weights may not hold up attention."""
+    for same in pools(2).run(shared, Grid(cp=2)):
+        assert same["cp"] == {"cp", "world"} and same["dp_shard"] == {"dp_cp", "dp_shard"}

@@ -162,7 +162,18 @@ def test_in_flight_of_virtual_stages_counts_what_each_chunk_keeps():
         assert len(each) == 2 and each[0] != each[1]
         assert stage.in_flight * min(each) < stage.activation_bytes < stage.in_flight * max(each)
     row = [Op("F", 0, 0), Op("F", 0, 1), Op("F", 1, 0), Op("I", 0, 1), Op("W", 0, 1), Op("F", 1, 1), Op("B", 1, 1)]
-    assert peak(row, [10, 3]) == 23
+    assert peak(row, [10, 3], [10, 3]) == 23
+    assert peak(row, [10, 3], [10, 8]) == 28, "from I to W the operands of weight gradients are kept"
+
+
+def test_full_recomputation_does_not_free_what_weight_gradients_wait_for():
+    """Between I and W the operands of every linear layer are held, recomputed or not; the plan says so."""
+    keys = ("parallel.pp=2", "parallel.schedule=zb_h1", "train.micro_batch_size=1", "parallel.recompute=full")
+    plan = make_plan(recipe(*keys))
+    (note,) = (n for n in plan.notes if "zb_h1" in n)
+    assert "saves little" in note and "parallel.schedule=1f1b" in note
+    one_f_one_b = make_plan(recipe(*(k.replace("zb_h1", "1f1b") for k in keys)))
+    assert plan.stages[1].activation_bytes > 2 * one_f_one_b.stages[1].activation_bytes
 
 
 def test_more_recomputed_layers_than_a_stage_has_are_refused():

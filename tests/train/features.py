@@ -56,7 +56,7 @@ FEATURES = [
     Feature("ZeRO 2, groups of 2", _parallel(zero=2, zero_group=2)),
     Feature("ZeRO 3", ZERO3),
     Feature("ZeRO 3, GPT-2, SP, recompute full", {**ZERO3, **_parallel(sequence_parallel=True, recompute="full")}, "gpt2"),
-    Feature("ZeRO 3, groups of 2, per micro-batch", {**ZERO3, **_parallel(zero_group=2, zero3_reduce="microbatch")}),
+    Feature("ZeRO 3, groups of 2, reduced per step", {**ZERO3, **_parallel(zero_group=2, zero3_reduce="step")}),
     Feature("GPipe", _parallel(schedule="gpipe")),
     Feature("interleaved 1F1B", {**EIGHT, **_parallel(schedule="interleaved_1f1b", virtual_stages=2)}),
     Feature("interleaved 1F1B, GPT-2", {**EIGHT, **_parallel(schedule="interleaved_1f1b", virtual_stages=2)}, "gpt2"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +11,9 @@ import torch
 from megakit.parallel.comm import Comm, Handle
 from megakit.parallel.deferred import DeferredGrads
 from megakit.parallel.pipeline.schedule import Move, Op, Placement, Program
+
+SENDS_IN_FLIGHT = 4
+"""Sends of a rank under way at once: each holds an activation or its gradient."""
 
 Stage = Callable[[torch.Tensor | None, Any], torch.Tensor]
 Key = tuple[str, int, int]
@@ -56,7 +60,7 @@ class _Run:
         self.inbox: dict[Key, Handle] = {}
         self.outbox: dict[Key, torch.Tensor] = {}
         self.held: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
-        self.sending: list[Handle] = []
+        self.sending: deque[Handle] = deque()
         self.results: list[torch.Tensor] = []
 
     def run(self, program: Program) -> list[torch.Tensor]:
@@ -78,7 +82,9 @@ class _Run:
         if move.kind == "RECV":  # posted here, waited for by its consumer
             ex = self.executor
             self.inbox[key] = self.comm.recv(torch.empty(ex.shape, dtype=ex.dtype, device=ex.device), move.peer)
-        else:  # not waited for before the end of the row: gloo ends a send only when it is received
+        else:  # gloo ends a send only when it is received. Waiting for an old one is safe: the rows end even if each blocks
+            while len(self.sending) >= SENDS_IN_FLIGHT:
+                self.sending.popleft().wait()
             self.sending.append(self.comm.send(self.outbox.pop(key), move.peer))
 
     def _hand_over(self, key: Key, tensor: torch.Tensor, to: int) -> None:

@@ -37,7 +37,7 @@ def make(name: str, ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
 
 def forward_only(where: Placement, microbatches: int) -> Schedule:
     """For evaluation: forward passes alone, over the same stages."""
-    row = tuple(Op("F", i, c) for c in range(where.chunks) for i in range(microbatches))
+    row = tuple(Op("F", i, chunk) for i, chunk in _rounds(where.ranks, microbatches, where.chunks))
     return Schedule((row,) * where.ranks, microbatches, where)
 
 
@@ -66,11 +66,17 @@ def interleaved_1f1b(ranks: int, microbatches: int, chunks: int) -> Schedule:
             f"parallel.schedule = interleaved_1f1b takes its micro-batches in blocks of parallel.pp = {ranks}, there are"
             f" {microbatches} per step: use {near} (train.global_batch_size / train.micro_batch_size / dp)"
         )
-    order = [(block + i, chunk) for block in range(0, microbatches, ranks) for chunk in range(chunks) for i in range(ranks)]
+    order = _rounds(ranks, microbatches, chunks)
     forward = [Op("F", i, chunk) for i, chunk in order]
     backward = [Op("B", i, chunks - 1 - chunk) for i, chunk in order]
     rows = (_paired(forward, backward, 2 * (ranks - r - 1) + (chunks - 1) * ranks) for r in range(ranks))
     return Schedule(tuple(rows), microbatches, Placement(ranks, chunks))
+
+
+def _rounds(ranks: int, microbatches: int, chunks: int) -> list[tuple[int, int]]:
+    """(micro-batch, chunk) in blocks of `ranks` micro-batches that pass all of a rank's chunks; the last may be shorter."""
+    blocks = (range(at, min(at + ranks, microbatches)) for at in range(0, microbatches, ranks))
+    return [(i, chunk) for block in blocks for chunk in range(chunks) for i in block]
 
 
 def _paired(forward: list[Op], backward: list[Op], warm: int) -> tuple[Op, ...]:
