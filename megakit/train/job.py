@@ -16,6 +16,7 @@ from megakit.data.stream import SampleStream
 from megakit.data.tokenizer import Tokenizer, load_tokenizer
 from megakit.errors import EXIT_DONE
 from megakit.launch import process_group, run_folder
+from megakit.launch.devices import has_bf16
 from megakit.launch.env import Ranks
 from megakit.observe.writer import MetricsWriter
 from megakit.parallel.comm import Comm
@@ -69,6 +70,13 @@ def _run(cfg: Config, ranks: Ranks, state: ParallelState, comm: Comm) -> None:
     try:
         if writer:
             _announce(writer, choice, alerts, train, valid)
+            if state.device.type == "cpu" and (
+                cfg.train.precision == "fp16" or (cfg.train.precision == "bf16" and not has_bf16())
+            ):
+                writer.message(
+                    f"NOTE: this CPU has no {cfg.train.precision} products, a step takes tens of times as long as with"
+                    " train.precision=fp32"
+                )
         Trainer(cfg, engine, progress, last, train, valid, tokenizer, checkpoints, writer).run()
         if cfg.train.generate_tokens and tokenizer:
             _generate(cfg, engine, tokenizer, writer)

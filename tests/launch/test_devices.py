@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megakit.errors import Refused
-from megakit.launch.devices import cores, device_index, threads_per_rank, visible_gpus, wants_cuda
+from megakit.launch.devices import cores, device_index, has_bf16, threads_per_rank, visible_gpus, wants_cuda
 from megakit.launch.env import Ranks
 
 
@@ -76,3 +76,11 @@ def test_threads(tmp_path, monkeypatch):
     task = {"SLURM_CPUS_PER_TASK": "6"}
     assert threads_per_rank(None, Ranks(local_world=2, world=2, launcher="slurm"), task) == 6
     assert threads_per_rank(None, Ranks(local_world=2, world=2, launcher="torchrun"), task) == 4
+
+
+def test_bf16_products_are_told_from_the_flags_of_the_cpu(tmp_path):
+    (tmp_path / "proc").mkdir()
+    for flags, has in (("fpu avx2", False), ("avx512f amx_bf16", True), ("avx512_bf16", True), ("Features : asimd bf16", True)):
+        (tmp_path / "proc/cpuinfo").write_text(f"flags\t: {flags}\n")
+        assert has_bf16(tmp_path) == has
+    assert has_bf16(tmp_path / "nowhere")
