@@ -53,7 +53,7 @@ def test_a_recipe_describes_the_run_end_to_end(name: str):
     assert cfg.data.path and cfg.data.tokenizer and not Path(cfg.data.path[0]).is_absolute()
     assert cfg.train.eval_interval and cfg.checkpoint.interval_steps and cfg.checkpoint.resume == "auto"
     assert cfg.train.seq_len == cfg.model.max_position_embeddings
-    assert cfg.train.precision == ("fp32" if recipe == "demo" else "bf16"), "the demo also runs where bf16 has no instructions"
+    assert cfg.train.precision == ("fp32" if name == "demo" else "bf16"), "the demo also runs where bf16 has no instructions"
     assert 0 < cfg.optim.warmup_steps < total_steps(cfg) and cfg.optim.schedule == "cosine"
     raw = yaml.safe_load((RECIPES / f"recipe/{name}.yaml").read_text())
     assert raw["launch"]["slurm"]["time_limit"] == cfg.launch.slurm.time_limit  # its own, and not read as a number
