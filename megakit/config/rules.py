@@ -58,9 +58,17 @@ def cluster_world(cfg: Config) -> int | None:
 
 def planned_world(cfg: Config) -> int:
     """Ranks that the recipe asks for: by parallel.dp, else all GPUs of its cluster, else one replica of the model."""
-    if cfg.parallel.dp is not None:
-        return cfg.parallel.dp * model_ranks(cfg)
-    return cluster_world(cfg) or model_ranks(cfg)
+    p = cfg.parallel
+    if p.dp is not None:
+        return p.dp * model_ranks(cfg)
+    if (there := cluster_world(cfg)) is not None:
+        return there
+    if p.zero_group is not None and p.cp % p.zero_group:
+        raise Refused(
+            f"parallel.zero_group = {p.zero_group} is planned for dp 1, since parallel.dp is null and cluster.gpus_per_node"
+            f" unknown: give parallel.dp, as in parallel.dp={p.zero_group // math.gcd(p.zero_group, p.cp)}"
+        )
+    return model_ranks(cfg)
 
 
 def resolve(cfg: Config, world: int) -> Config:

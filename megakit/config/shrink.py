@@ -24,7 +24,8 @@ BUCKET_SIZE = 16_384
 
 
 def shrink(cfg: Config) -> Config:
-    """The minimal reproduction of a recipe: grid axes above 1 become 2, sizes are cut, and made-up data is used.
+    """The minimal reproduction of a recipe: grid axes above 1 become 2 (4 where hybrid
+    sharding needs it for two groups), sizes are cut, and made-up data is used.
 
     Kept: schedule, ZeRO stage, recomputation, sequence parallelism, uneven stages, tying, biases, norms, activation,
     dropout, MHA or the GQA ratio, a vocabulary that needs padding, precision, accumulation, a ramp-up of the batch, the
@@ -32,11 +33,14 @@ def shrink(cfg: Config) -> Config:
     """
     cfg = rules.resolve(cfg, rules.planned_world(cfg))
     grid = {axis: min(getattr(cfg.parallel, axis), 2) for axis in ("dp", "pp", "cp", "tp")}
-    layers = _layers(cfg.model, cfg.parallel, grid["pp"])
     group = cfg.parallel.zero_group
+    replicated = group is not None and group < (cfg.parallel.dp or 1) * cfg.parallel.cp
+    if replicated and grid["dp"] * grid["cp"] == 2:  # two groups of two
+        grid["dp" if grid["dp"] > 1 else "cp"] = 4
+    layers = _layers(cfg.model, cfg.parallel, grid["pp"])
     changes = {
         **{f"parallel.{axis}": size for axis, size in grid.items()},
-        "parallel.zero_group": group and grid["dp"] * grid["cp"],
+        "parallel.zero_group": 2 if replicated else group and grid["dp"] * grid["cp"],
         **layers,
         "parallel.recompute_layers": None if cfg.parallel.recompute_layers is None else 1,
         **_model(cfg, grid["tp"], _seq_len(cfg, grid)),

@@ -154,7 +154,7 @@ def make_plan(cfg: Config, world: int | None = None) -> Plan:
     """The plan for `world` ranks; None: as many as the recipe asks for.
 
     Raises Refused where the layers don't fit the stages, the grid and the batch don't fit the world, the schedule can't take
-    a size of the batch, or a pattern of names fits no parameter.
+    a size of the batch, or a pattern of names changes no parameter.
     """
     asked = rules.planned_world(cfg) if world is None else world
     open_world = world is None and cfg.parallel.dp is None and rules.cluster_world(cfg) is None
@@ -163,12 +163,11 @@ def make_plan(cfg: Config, world: int | None = None) -> Plan:
     p, t, steps = cfg.parallel, cfg.train, rules.total_steps(cfg)
     grid = Grid(p.dp or 1, p.pp, p.cp, p.tp, p.zero_group)
     micro_batches = _micro_batches(cfg, grid)
+    generators.placement(p.schedule, p.pp, p.virtual_stages)
+    _check_blocks(cfg, grid)
     table = generators.make(p.schedule, p.pp, micro_batches, p.virtual_stages)
     schedule.check(table)
     sizes = _batch_sizes(BatchSize.of(t), steps)
-    for size, _ in sizes:
-        if size < t.global_batch_size:
-            _check_takes(cfg, size // (t.micro_batch_size * grid.dp), size)
     stages = [stage_plan(cfg, grid, rank, row, n) for rank, (row, n) in enumerate(zip(table.rows, table.held(), strict=True))]
     samples = BatchSize.of(t).samples_of(steps)
     per_node = cfg.cluster.gpus_per_node
@@ -291,13 +290,33 @@ def to_json(plan: Plan) -> str:
     return json.dumps(dataclasses.asdict(plan), indent=1) + "\n"
 
 
-def _check_takes(cfg: Config, micro_batches: int, size: int) -> None:
-    """That the schedule takes so many micro-batches, those of a step of `size` samples in a ramp-up."""
-    p = cfg.parallel
-    try:
-        generators.make(p.schedule, p.pp, micro_batches, p.virtual_stages)
-    except Refused as refused:
-        raise Refused(f"train.rampup_batch_size = {cfg.train.rampup_batch_size} has steps of {size} samples: {refused}") from None
+def _check_blocks(cfg: Config, grid: Grid) -> None:
+    """That all sizes of the batch are whole blocks of pp micro-batches, where the schedule takes them so."""
+    t, p = cfg.train, cfg.parallel
+    if p.schedule != "interleaved_1f1b":
+        return
+    unit, final = p.pp * t.micro_batch_size * grid.dp, t.global_batch_size
+    by = f"parallel.pp x train.micro_batch_size x dp = {p.pp} x {t.micro_batch_size} x {grid.dp} = {unit}"
+    why = f"parallel.schedule = interleaved_1f1b takes its micro-batches in blocks of parallel.pp = {p.pp}"
+    if final % unit:
+        near = " or ".join(str(n) for n in (final // unit * unit, final // unit * unit + unit) if n)
+        raise Refused(f"{why}, so train.global_batch_size = {final} must be a multiple of {by}: use train.global_batch_size={near}")
+    if t.rampup_batch_size is None:
+        return
+    start, increment, samples = t.rampup_batch_size
+    if start % unit or increment % unit:
+        low = min(math.ceil(start / unit) * unit, final - unit)
+        step = math.ceil(increment / unit) * unit
+        fit = [low, step if low and (final - low) % step == 0 else unit, samples]
+        raise Refused(
+            f"train.rampup_batch_size = {t.rampup_batch_size}: {why}, so START and INCREMENT must be multiples of {by}: use"
+            f" {fit if low else 'null'}"
+        )
+
+
+def counted(n: int, word: str, ending: str = "s") -> str:
+    """1 step, 2,000 steps."""
+    return f"{n:,} {word}{ending if n != 1 else ''}"
 
 
 def _batch_sizes(batch: BatchSize, steps: int) -> list[tuple[int, int]]:
@@ -376,10 +395,12 @@ def _notes(cfg: Config, grid: Grid, stages: list[StagePlan], open_world: bool) -
         notes.append(
             f"parallel.dp is null and cluster.gpus_per_node unknown: planned for dp {grid.dp}; a run takes all ranks there are"
         )
+    elif cfg.parallel.zero and grid.size("dp_shard") == 1:
+        notes.append(f"one replica: ZeRO {cfg.parallel.zero} shards nothing")
     unit = t.micro_batch_size * grid.dp
     for size, key in ((batch.final, "train.global_batch_size"), (batch.start, "a start of train.rampup_batch_size")):
         if size // unit < grid.pp:
-            notes.append(f"{size // unit} micro-batches starve {grid.pp} pipeline stages: use {key} >= {grid.pp * unit}")
+            notes.append(f"{counted(size // unit, 'micro-batch', 'es')} starve{'s' * (size == unit)} {grid.pp} pipeline stages: use {key} >= {grid.pp * unit}")
             break
     if _fully_sharded(cfg, grid) and _accumulates_whole(cfg, grid):
         notes.append(

@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from megakit.planner.plan import GIB, Plan, StagePlan
+from megakit.planner.plan import GIB, Plan, StagePlan, counted
 
 MIB = 2**20
 
@@ -35,23 +35,24 @@ def _summary(plan: Plan) -> Table:
     table.add_row("parallel", f"ZeRO {plan.zero}{group}, recompute {_recompute(plan)}{sequence}")
     if plan.grid["pp"] > 1:
         chunks = f", {plan.virtual_stages} chunks per rank" if plan.virtual_stages > 1 else ""
-        table.add_row("pipeline", f"{plan.schedule}{chunks}, {plan.micro_batches:,} micro-batches, idle {plan.bubble:.1%}")
+        table.add_row("pipeline", f"{plan.schedule}{chunks}, {counted(plan.micro_batches, 'micro-batch', 'es')}, idle {plan.bubble:.1%}")
     table.add_row("model", f"{plan.model_parameters:,} parameters, {plan.precision}")
     table.add_row(
         "batch",
-        f"{plan.global_batch_size:,} samples = {plan.micro_batches:,} micro-batches of {plan.micro_batch_size}"
+        f"{counted(plan.global_batch_size, 'sample')} = {counted(plan.micro_batches, 'micro-batch', 'es')} of {plan.micro_batch_size}"
         f" x dp {plan.grid['dp']}; {plan.tokens_per_step:,} tokens of {plan.seq_len:,} per sample",
     )
-    if len(plan.batch_sizes) > 1:
-        *ramp, _ = sizes = plan.batch_sizes
+    if ramp := [(size, n) for size, n in plan.batch_sizes if size < plan.global_batch_size]:
+        whole = len(ramp) < len(plan.batch_sizes)
+        then = f"then {plan.global_batch_size:,} samples a step" if whole else f"the run ends at {ramp[-1][0]:,}"
         table.add_row(
             "ramp-up",
             f"{', '.join(f'{n:,} x {size:,}' for size, n in ramp[:3])}{' ... ' * (len(ramp) > 3)}"
-            f" samples, {sum(n for _, n in ramp):,} steps in all; then {sizes[-1][0]:,} samples a step",
+            f" samples, {counted(sum(n for _, n in ramp), 'step')} in all; {then}",
         )
     ends = f"{plan.lr:g}" + (f" to {plan.min_lr:g}" if plan.lr_schedule != "constant" else "")
     table.add_row("optimizer", f"{plan.optimizer}, lr {ends}, {plan.lr_schedule}")
-    table.add_row("run", f"{plan.steps:,} steps, {plan.samples:,} samples, {plan.tokens:,} tokens")
+    table.add_row("run", f"{counted(plan.steps, 'step')}, {counted(plan.samples, 'sample')}, {plan.tokens:,} tokens")
     return table
 
 

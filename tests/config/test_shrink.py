@@ -145,6 +145,16 @@ def test_schedules_still_fit(overrides: list[str]):
         assert ((small.optim.decay_steps or math.inf) < steps) == (ends < rules.total_steps(cfg))
 
 
+@pytest.mark.parametrize(
+    ("dp", "cp", "group", "expected"),
+    [(8, 1, 4, (4, 1, 2)), (4, 2, 2, (2, 2, 2)), (4, 4, 8, (2, 2, 2)), (1, 8, 2, (1, 4, 2)), (4, 1, 4, (2, 1, 2))],
+)
+def test_hybrid_sharding_keeps_two_groups(dp: int, cp: int, group: int, expected: tuple[int, int, int]):
+    p = shrink(tiny("parallel.zero=2", "train.micro_batch_size=1", *(f"parallel.{k}={v}" for k, v in
+                    (("dp", dp), ("cp", cp), ("zero_group", group))))).parallel  # fmt: skip
+    assert (p.dp, p.cp, p.zero_group) == expected
+
+
 def test_a_starved_pipeline_stays_starved_and_accumulation_stays():
     base = ["model.num_layers=8", "parallel.pp=8", "train.micro_batch_size=4"]
     assert micro_batches(shrink(tiny(*base, "train.global_batch_size=16"))) == 1

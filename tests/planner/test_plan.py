@@ -213,6 +213,8 @@ def test_steps_tokens_and_accumulation():
         ),
         (["cluster.gpus_per_node=8", "parallel.dp=4"], "4 of the cluster's 8 GPUs are used"),
         ([], "planned for dp 1"),
+        (["parallel.dp=1", "parallel.zero=2"], "one replica: ZeRO 2 shards nothing"),
+        (["parallel.pp=2", "train.global_batch_size=2"], "1 micro-batch starves 2 pipeline stages"),
         (["cluster.gpus_per_node=1", "cluster.gpu_memory_gib=0.001"], "a GPU has 0.001 GiB"),
     ],
 )  # fmt: skip
@@ -226,6 +228,12 @@ def test_notes(overrides: list[str], note: str):
 def test_no_notes_where_all_is_well():
     assert make_plan(compose(["+recipe=llama7b"])).notes == []
     assert make_plan(tiny(), world=2).notes == []
+
+
+def test_a_sharding_group_in_an_open_world_needs_dp():
+    with pytest.raises(Refused, match="zero_group = 4 is planned for dp 1, since .*: give parallel.dp, as in parallel.dp=4"):
+        make_plan(tiny("parallel.zero=1", "parallel.zero_group=4"))
+    assert make_plan(tiny("parallel.zero=1", "parallel.zero_group=4"), world=4).zero_group == 4
 
 
 def test_a_world_that_does_not_fit_is_refused():
@@ -317,6 +325,9 @@ def test_a_rampup_is_in_the_plan():
 
 
 def test_a_run_that_ends_in_its_rampup_is_noted():
+    text = text_of(make_plan(tiny("train.rampup_batch_size=[2,2,1200]")))
+    assert "10 x 2 samples, 10 steps in all; the run ends at 2" in text and "then" not in text
+    assert "1 x 2 samples, 1 step in all" in text_of(make_plan(tiny("train.rampup_batch_size=[2,2,1200]", "train.steps=1")))
     assert any("ends in its ramp-up" in n for n in make_plan(tiny("train.rampup_batch_size=[2,2,1200]")).notes)
     assert not any("ramp-up" in n for n in make_plan(tiny("train.rampup_batch_size=[2,2,12]")).notes)
 
@@ -324,8 +335,12 @@ def test_a_run_that_ends_in_its_rampup_is_noted():
 def test_each_size_of_a_rampup_must_suit_the_schedule():
     keys = ["parallel.pp=2", "parallel.schedule=interleaved_1f1b", "parallel.virtual_stages=2", "train.global_batch_size=16"]
     make_plan(tiny(*keys, "train.rampup_batch_size=[4,4,100]"))
-    with pytest.raises(Refused, match=r"rampup_batch_size = \[2, 2, 100\] has steps of 2 samples: .*blocks of parallel.pp = 2"):
+    with pytest.raises(Refused, match=r"rampup_batch_size = \[2, 2, 100\]: .*blocks of parallel.pp = 2.* = 4: use \[4, 4, 100\]"):
         make_plan(tiny(*keys, "train.rampup_batch_size=[2,2,100]"))
+    with pytest.raises(Refused, match=r"train.global_batch_size = 6 .* 2 x 2 x 1 = 4: use train.global_batch_size=4 or 8"):
+        make_plan(tiny(*keys, "train.global_batch_size=6"))
+    with pytest.raises(Refused, match=r"\[2, 2, 100\].*: use null"):
+        make_plan(tiny(*keys, "train.global_batch_size=4", "train.rampup_batch_size=[2,2,100]"))
 
 
 def test_the_peak_of_a_scaled_learning_rate_is_in_the_plan():
