@@ -28,9 +28,10 @@ from megakit.modeling.layout import (
 )
 from megakit.parallel.grid import Grid
 from megakit.parallel.pipeline import generators, schedule
-from megakit.parallel.pipeline.schedule import Op
+from megakit.parallel.pipeline.schedule import Op, Schedule
 from megakit.parallel.shard import ParamSpec
 from megakit.planner.activations import Kept, deferred, ledger, peak
+from megakit.planner.relief import relief
 
 GIB = 2**30
 
@@ -157,18 +158,16 @@ def make_plan(cfg: Config, world: int | None = None) -> Plan:
     a size of the batch, or a pattern of names changes no parameter.
     """
     asked = rules.planned_world(cfg) if world is None else world
-    open_world = world is None and cfg.parallel.dp is None and rules.cluster_world(cfg) is None
+    original, open_world = cfg, world is None and cfg.parallel.dp is None and rules.cluster_world(cfg) is None
     cfg = rules.resolve(cfg, asked)
     check_patterns(cfg.optim, model_params(cfg).values())
     p, t, steps = cfg.parallel, cfg.train, rules.total_steps(cfg)
     grid = Grid(p.dp or 1, p.pp, p.cp, p.tp, p.zero_group)
     micro_batches = _micro_batches(cfg, grid)
-    generators.placement(p.schedule, p.pp, p.virtual_stages)
-    _check_blocks(cfg, grid)
-    table = generators.make(p.schedule, p.pp, micro_batches, p.virtual_stages)
+    table = _table(cfg, grid)
     schedule.check(table)
     sizes = _batch_sizes(BatchSize.of(t), steps)
-    stages = [stage_plan(cfg, grid, rank, row, n) for rank, (row, n) in enumerate(zip(table.rows, table.held(), strict=True))]
+    stages = _stage_plans(cfg, grid, table)
     samples = BatchSize.of(t).samples_of(steps)
     per_node = cfg.cluster.gpus_per_node
     return Plan(
@@ -207,8 +206,19 @@ def make_plan(cfg: Config, world: int | None = None) -> Plan:
         formula=_formula(cfg, grid),
         excluded="temporary and communication buffers, a layer while it is recomputed, and the padding of flat buffers to whole"
         " buckets",
-        notes=_notes(cfg, grid, stages, open_world),
+        notes=[*_notes(cfg, grid, stages, open_world), *_memory_notes(original, world, stages)],
     )
+
+
+def _table(cfg: Config, grid: Grid) -> Schedule:
+    p = cfg.parallel
+    generators.placement(p.schedule, p.pp, p.virtual_stages)
+    _check_blocks(cfg, grid)
+    return generators.make(p.schedule, p.pp, _micro_batches(cfg, grid), p.virtual_stages)
+
+
+def _stage_plans(cfg: Config, grid: Grid, table: Schedule) -> list[StagePlan]:
+    return [stage_plan(cfg, grid, rank, row, n) for rank, (row, n) in enumerate(zip(table.rows, table.held(), strict=True))]
 
 
 def stage_plan(cfg: Config, grid: Grid, rank: int, row: Sequence[Op], in_flight: int) -> StagePlan:
@@ -300,7 +310,9 @@ def _check_blocks(cfg: Config, grid: Grid) -> None:
     why = f"parallel.schedule = interleaved_1f1b takes its micro-batches in blocks of parallel.pp = {p.pp}"
     if final % unit:
         near = " or ".join(str(n) for n in (final // unit * unit, final // unit * unit + unit) if n)
-        raise Refused(f"{why}, so train.global_batch_size = {final} must be a multiple of {by}: use train.global_batch_size={near}")
+        raise Refused(
+            f"{why}, so train.global_batch_size = {final} must be a multiple of {by}: use train.global_batch_size={near}"
+        )
     if t.rampup_batch_size is None:
         return
     start, increment, samples = t.rampup_batch_size
@@ -400,7 +412,9 @@ def _notes(cfg: Config, grid: Grid, stages: list[StagePlan], open_world: bool) -
     unit = t.micro_batch_size * grid.dp
     for size, key in ((batch.final, "train.global_batch_size"), (batch.start, "a start of train.rampup_batch_size")):
         if size // unit < grid.pp:
-            notes.append(f"{counted(size // unit, 'micro-batch', 'es')} starve{'s' * (size == unit)} {grid.pp} pipeline stages: use {key} >= {grid.pp * unit}")
+            notes.append(
+                f"{counted(size // unit, 'micro-batch', 'es')} starve{'s' * (size == unit)} {grid.pp} pipeline stages: use {key} >= {grid.pp * unit}"
+            )
             break
     if _fully_sharded(cfg, grid) and _accumulates_whole(cfg, grid):
         notes.append(
@@ -414,21 +428,25 @@ def _notes(cfg: Config, grid: Grid, stages: list[StagePlan], open_world: bool) -
         )
     if t.seq_len > context_length(cfg.model):
         notes.append(_beyond_context(cfg.model, t.seq_len))
-    there, memory = rules.cluster_world(cfg), cfg.cluster.gpu_memory_gib
+    there = rules.cluster_world(cfg)
     if there is not None and grid.world < there:
         notes.append(f"{grid.world} of the cluster's {there} GPUs are used (cluster.nodes = {cfg.cluster.nodes})")
-    worst = max(stages, key=lambda s: s.total_bytes)
-    if memory is not None and worst.total_bytes > memory * GIB:
-        need = f"{worst.total_bytes / GIB:.1f} GiB, {worst.state_bytes / GIB:.1f} of them states"
-        notes.append(f"stage {worst.index} needs {need}, a GPU has {memory} GiB: use {_relief(cfg, worst, memory * GIB)}")
     return notes
 
 
-def _relief(cfg: Config, worst: StagePlan, memory: float) -> str:
-    if worst.state_bytes > memory:
-        return "more tp, pp or dp" if cfg.parallel.zero else "parallel.zero=1, or more tp or pp"
-    if cfg.parallel.schedule in ZERO_BUBBLE:
-        return "parallel.schedule=1f1b with parallel.recompute=full, or more tp"
-    if cfg.parallel.recompute != "full" or cfg.parallel.recompute_layers is not None:
-        return "parallel.recompute=full, or more tp"
-    return "a smaller train.micro_batch_size, or more tp"
+def _memory_notes(cfg: Config, world: int | None, stages: list[StagePlan]) -> list[str]:
+    """`cfg` and `world` as make_plan takes them: a cure is one of the recipe's keys."""
+    memory, worst = cfg.cluster.gpu_memory_gib, max(stages, key=lambda s: s.total_bytes)
+    if memory is None or worst.total_bytes <= memory * GIB:
+        return []
+
+    def measure(changed: Config) -> tuple[int, int]:
+        there = rules.resolve(changed, rules.planned_world(changed) if world is None else world)
+        p = there.parallel
+        grid = Grid(p.dp or 1, p.pp, p.cp, p.tp, p.zero_group)
+        largest = max(_stage_plans(there, grid, _table(there, grid)), key=lambda s: s.total_bytes)
+        return largest.state_bytes, largest.activation_bytes
+
+    need = f"{worst.total_bytes / GIB:.1f} GiB, {worst.state_bytes / GIB:.1f} of them states"
+    cure = relief(cfg, measure, memory * GIB)
+    return [f"stage {worst.index} needs {need}, a GPU has {memory} GiB: use {cure}"]

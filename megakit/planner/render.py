@@ -35,7 +35,9 @@ def _summary(plan: Plan) -> Table:
     table.add_row("parallel", f"ZeRO {plan.zero}{group}, recompute {_recompute(plan)}{sequence}")
     if plan.grid["pp"] > 1:
         chunks = f", {plan.virtual_stages} chunks per rank" if plan.virtual_stages > 1 else ""
-        table.add_row("pipeline", f"{plan.schedule}{chunks}, {counted(plan.micro_batches, 'micro-batch', 'es')}, idle {plan.bubble:.1%}")
+        table.add_row(
+            "pipeline", f"{plan.schedule}{chunks}, {counted(plan.micro_batches, 'micro-batch', 'es')}, idle {plan.bubble:.1%}"
+        )
     table.add_row("model", f"{plan.model_parameters:,} parameters, {plan.precision}")
     table.add_row(
         "batch",
