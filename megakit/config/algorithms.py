@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 from megakit.config.schema import OptimConfig
 
@@ -45,3 +47,8 @@ def kept(optim: OptimConfig, algorithm: str) -> tuple[str, ...]:
     if algorithm == "adamw":
         return ("exp_avg", "exp_avg_sq")
     return ("momentum",) if momentum(optim) or algorithm == "muon" else ()
+
+
+def holding(patterns: Iterable[str], name: str) -> str | None:
+    """The last of these patterns that fits the name of a parameter, so that an exception can follow its rule."""
+    return next((pattern for pattern in reversed(list(patterns)) if fnmatchcase(name, pattern)), None)

@@ -9,7 +9,7 @@ from megakit.config import optim_rules
 from megakit.config.batch import BatchSize
 from megakit.config.keys import show
 from megakit.config.ranges import check_each
-from megakit.config.schema import Config, ModelConfig, OptimConfig, ParallelConfig
+from megakit.config.schema import Config, DataConfig, LogConfig, ModelConfig, OptimConfig, ParallelConfig
 from megakit.config.typed import replace
 from megakit.errors import Refused
 
@@ -35,6 +35,7 @@ def check(cfg: Config) -> None:
     _check_precision(cfg)
     _check_data(cfg)
     _check_checkpoint(cfg)
+    _check_log(cfg)
 
 
 def total_steps(cfg: Config) -> int:
@@ -133,6 +134,11 @@ ROPE_TAKES = {**ROPE_NEEDS, "yarn": (*ROPE_NEEDS["yarn"], "rope_beta_fast", "rop
 
 def _check_rope(m: ModelConfig) -> None:
     kind = m.rope_scaling
+    if m.position_embedding != "rope" and m.rotary_base != ModelConfig.rotary_base:
+        raise Refused(
+            f"model.rotary_base = {show(m.rotary_base)} changes nothing with model.position_embedding = {m.position_embedding}:"
+            " leave it out, or use model.position_embedding=rope"
+        )
     if kind != "none" and m.position_embedding != "rope":
         raise Refused(
             f"model.rope_scaling = {kind} changes nothing with model.position_embedding = {m.position_embedding}: set it to"
@@ -173,6 +179,10 @@ def _check_tensor_parallel(cfg: Config) -> None:
     m, p = cfg.model, cfg.parallel
     if p.sequence_parallel and p.tp == 1:
         raise Refused("parallel.sequence_parallel = true changes nothing with parallel.tp = 1: set it to false, or use tp > 1")
+    if p.allow_tp_across_nodes and p.tp == 1:
+        raise Refused(
+            "parallel.allow_tp_across_nodes = true changes nothing with parallel.tp = 1: leave it out, or use parallel.tp > 1"
+        )
     cut = {
         "model.num_query_groups": m.num_query_groups,
         "model.num_attention_heads": m.num_attention_heads,
@@ -202,6 +212,11 @@ def _check_pipeline(cfg: Config) -> None:
         name = "schedule" if p.schedule != "1f1b" else "virtual_stages"
         raise Refused(
             f"parallel.{name} = {getattr(p, name)} needs a pipeline, parallel.pp = 1: leave it out, or use parallel.pp > 1"
+        )
+    if p.layers_per_stage is not None and p.pp == 1:
+        raise Refused(
+            f"parallel.layers_per_stage = {show(p.layers_per_stage)} changes nothing with parallel.pp = 1: leave it out, or use"
+            " parallel.pp > 1"
         )
     if p.stage_balance != "layers" and (p.pp == 1 or p.layers_per_stage is not None):
         why = "parallel.pp = 1" if p.pp == 1 else f"parallel.layers_per_stage = {show(p.layers_per_stage)}"
@@ -250,11 +265,22 @@ def _check_context_parallel(cfg: Config) -> None:
     unit = sequence_unit(cfg)
     if seq_len % unit:
         tp = f" and its cut over parallel.tp = {p.tp}" if p.sequence_parallel else ""
-        valid = [cp for cp in _divisors(seq_len) if cp == 1 or seq_len % (unit // p.cp * cp) == 0]
+        valid = [cp for cp in _divisors(seq_len) if (cp == 1 or seq_len % (unit // p.cp * cp) == 0) and _fits_world(cfg, cp)]
         raise Refused(
             f"train.seq_len = {seq_len} is not divisible by the two chunks of each of parallel.cp = {p.cp} ranks{tp},"
-            f" {unit}: use train.seq_len={_near(seq_len, unit)}, or cp {_listed(valid)}"
+            f" {unit}: use train.seq_len={_near(seq_len, unit)}{f', or cp {_listed(valid)}' if valid else ''}"
         )
+
+
+def _fits_world(cfg: Config, cp: int) -> bool:
+    """That the cluster and the batch take so many cp ranks."""
+    there, p, t = cluster_world(cfg), cfg.parallel, cfg.train
+    if there is None:
+        return True
+    ranks = p.tp * p.pp * cp
+    if p.dp is not None:
+        return p.dp * ranks <= there
+    return there % ranks == 0 and t.global_batch_size % (t.micro_batch_size * (there // ranks)) == 0
 
 
 def _check_fully_sharded(p: ParallelConfig) -> None:
@@ -425,6 +451,10 @@ def _check_data(cfg: Config) -> None:
         raise Refused("data.path is empty and data.mock = false: give data.path=[PREFIX], or use data=mock")
     if d.weights is not None and len(d.weights) != len(d.path):
         raise Refused(f"data.weights has {len(d.weights)} entries, data.path has {len(d.path)}: give one weight per path")
+    if not d.mock and d.mock_samples != DataConfig.mock_samples:
+        raise Refused(
+            f"data.mock_samples = {d.mock_samples} changes nothing with data.mock = false: leave it out, or use data=mock"
+        )
     validation = _validation_share(d.split)
     if cfg.train.eval_interval and d.path and not (d.valid_path or validation):
         raise Refused(
@@ -449,6 +479,15 @@ def _check_checkpoint(cfg: Config) -> None:
         raise Refused(
             f"checkpoint.init_from = {c.init_from} and checkpoint.resume = {c.resume} both give the first weights: leave"
             " init_from out, or use checkpoint.resume=never"
+        )
+
+
+def _check_log(cfg: Config) -> None:
+    log = cfg.log
+    if log.wandb == "disabled" and log.wandb_project != LogConfig.wandb_project:
+        raise Refused(
+            f"log.wandb_project = {log.wandb_project} changes nothing with log.wandb = disabled: leave it out, or use"
+            " log.wandb=offline or online"
         )
 
 

@@ -101,7 +101,7 @@ class ParallelConfig:
     layers_per_stage: Optional[List[int]] = None
     """Layers of each of the pp * virtual_stages stages, in order of the model; null: by stage_balance."""
     stage_balance: str = "layers"
-    """Without layers_per_stage: layers (as even as possible) | cost (embedding, head and loss weigh what they cost)."""
+    """Without layers_per_stage: layers (alike; virtual stages must divide them) | cost (embedding, head, loss have a weight)."""
     recompute: str = "none"
     """Activation recomputation: none | selective (the attention core) | full (whole layers)."""
     recompute_layers: Optional[int] = None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fnmatch
 import math
 import re
+from dataclasses import replace as replace_fields
 from typing import Any
 
-from megakit.config import rules
-from megakit.config.schema import ClusterConfig, Config, ModelConfig, ParallelConfig
+from megakit.config import algorithms, rules
+from megakit.config.schema import ClusterConfig, Config, LogConfig, ModelConfig, ParallelConfig
 from megakit.config.typed import replace
 
 STEPS = 4
@@ -60,7 +62,7 @@ def _layers(model: ModelConfig, parallel: ParallelConfig, pp: int) -> dict[str, 
         uneven = given is not None and len(set(given)) > 1
         sizes = [2, *[1] * (pp * chunks - 1)] if uneven else [1] * (pp * chunks)
         return {"model.num_layers": sum(sizes), "parallel.layers_per_stage": given and sizes}
-    if given is None or pp == 1 or len(set(given)) == 1:
+    if given is None or len(set(given)) == 1:
         odd = pp > 1 and model.num_layers % parallel.pp > 0
         layers = min(model.num_layers, 2 * pp + odd)
         return {"model.num_layers": layers, "parallel.layers_per_stage": given and [layers // pp] * pp}
@@ -120,8 +122,8 @@ def _train(cfg: Config, grid: dict[str, int], layers: int) -> dict[str, Any]:
         "train.generate_tokens": 0,
         "train.generate_prompt": "",
         "optim.base_batch_size": o.base_batch_size and math.ceil(o.base_batch_size * batch / t.global_batch_size),
-        "optim.lr_mult": _patterns(o.lr_mult, layers),
-        "optim.wd_mult": _patterns(o.wd_mult, layers),
+        "optim.lr_mult": _patterns(o.lr_mult, cfg.model, layers, decay=False),
+        "optim.wd_mult": _patterns(o.wd_mult, cfg.model, layers, decay=True),
         "optim.warmup_steps": min(o.warmup_steps, 1) if steps > 2 else 0,
         "optim.decay_steps": None if o.decay_steps is None else max(2, steps - 1) if stops_early else steps + 1,
         "optim.wsd_decay_steps": None if o.wsd_decay_steps is None else 1,
@@ -129,15 +131,34 @@ def _train(cfg: Config, grid: dict[str, int], layers: int) -> dict[str, Any]:
     }
 
 
-def _patterns(given: dict[str, float] | None, layers: int) -> dict[str, float] | None:
-    """A pattern for a layer that is cut off becomes one for the last layer."""
-    if given is None:
-        return None
+def parameter_names(m: ModelConfig) -> list[str]:
+    """Of all parameters of a model, as modeling.layout names them, which can't be asked from here."""
+    norms = ["weight"] + ["bias"] * (m.normalization == "layernorm")
+    linear = ["weight"] + ["bias"] * m.add_bias_linear
+    of_norms = [f"{name}.{part}" for name in ("attention_norm", "mlp_norm") for part in norms]
+    of_layer = of_norms + [f"{name}.{p}" for name in ("attention.qkv", "attention.out", "mlp.up", "mlp.down") for p in linear]
+    embeddings = ["embedding.word.weight"] + ["embedding.position.weight"] * (m.position_embedding == "learned")
+    ends = [f"final_norm.{part}" for part in norms] + ["output.weight"] * (not m.tie_embeddings)
+    return [*embeddings, *(f"layers.{i}.{name}" for i in range(m.num_layers) for name in of_layer), *ends]
 
-    def kept(found: re.Match) -> str:
-        return f"layers.{min(int(found[1]), layers - 1)}"
 
-    return {re.sub(r"^layers\.(\d+)", kept, pattern): value for pattern, value in given.items()}
+def _patterns(given: dict[str, float] | None, model: ModelConfig, layers: int, decay: bool) -> dict[str, float] | None:
+    """A pattern for layers that are cut off becomes one for the last layer; what then changes nothing is left out.
+
+    `decay`: of weight decay, which norms and biases don't take.
+    """
+    names = [n for n in parameter_names(replace_fields(model, num_layers=layers)) if not (decay and re.search("norm|bias", n))]
+    out: dict[str, float] = {}
+    for pattern, value in (given or {}).items():
+        tail = re.sub(r"^layers\.[^.]*", "", pattern)
+        moved = [f"layers.{layers - 1}{tail}", f"layers.{layers - 1}.*"] if pattern.startswith("layers") else []
+        kept = next((p for p in (pattern, *moved) if fnmatch.filter(names, p)), None)
+        if kept is not None and (value != 1 or kept not in out):
+            out.pop(kept, None)  # the later one comes later
+            out[kept] = value
+    holding = {algorithms.holding(out, name) for name in names}
+    out = {pattern: value for pattern, value in out.items() if pattern in holding}
+    return out if any(value != 1 for value in out.values()) else None
 
 
 def _rampup(batch: int, unit: int) -> list[int]:
@@ -164,6 +185,7 @@ def _surroundings(cfg: Config) -> dict[str, Any]:
         "log.interval": 1,
         "log.tensorboard": False,
         "log.wandb": "disabled",
+        "log.wandb_project": LogConfig.wandb_project,
         "launch.device": "cpu",
         "launch.threads_per_rank": 1,
         "run.name": f"{cfg.run.name[:90]}-shrunk",

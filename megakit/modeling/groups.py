@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from fnmatch import fnmatchcase
 
+from megakit.config.algorithms import holding
 from megakit.config.keys import nearest
 from megakit.config.schema import OptimConfig
 from megakit.errors import Refused
@@ -20,8 +21,8 @@ def group_of(optim: OptimConfig, name: str, decay: bool, hidden: bool) -> ParamG
 
 
 def _multiplier(patterns: dict[str, float] | None, name: str) -> float:
-    """Of the last pattern that fits, so that an exception can follow its rule."""
-    return next((value for pattern, value in reversed((patterns or {}).items()) if fnmatchcase(name, pattern)), 1.0)
+    patterns = patterns or {}
+    return 1.0 if (pattern := holding(patterns, name)) is None else patterns[pattern]
 
 
 def check_patterns(optim: OptimConfig, specs: Collection[ParamSpec]) -> None:
@@ -37,4 +38,11 @@ def check_patterns(optim: OptimConfig, specs: Collection[ParamSpec]) -> None:
                 raise Refused(
                     f"optim.wd_mult: {pattern} fits only norms and biases ({fit[0].name}, ...), which have no weight decay: leave"
                     " it out"
+                )
+            counts = [spec for spec in fit if spec.decay or key == "lr_mult"]
+            if not any(holding(patterns or {}, spec.name) == pattern for spec in counts):
+                later = holding(patterns or {}, counts[0].name)
+                raise Refused(
+                    f"optim.{key}: {pattern} changes nothing, since later patterns fit all that it fits"
+                    f" ({later} has {counts[0].name}): put it after them, or leave it out"
                 )

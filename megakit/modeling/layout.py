@@ -56,8 +56,7 @@ def model_stages(cfg: Config) -> list[StageLayout]:
         near = f"{low} or {low + where.stages}" if low else str(where.stages)
         raise Refused(
             f"model.num_layers = {layers} can't be cut evenly into parallel.pp x parallel.virtual_stages ="
-            f" {p.pp} x {p.virtual_stages} = {where.stages} stages: use {near} layers,"
-            " or parallel.stage_balance=cost, or parallel.layers_per_stage"
+            f" {p.pp} x {p.virtual_stages} = {where.stages} stages: use {near} layers{_other_chunks(cfg, where.stages)}"
         )
     together = where.place(0)[0] == where.place(where.stages - 1)[0]
     stages = [replace(stage, ends_together=together) for stage in split_layers(layers, where.stages, given)]
@@ -68,6 +67,16 @@ def model_stages(cfg: Config) -> list[StageLayout]:
             f" parallel.recompute_layers <= {most}, or leave it out to recompute all"
         )
     return stages
+
+
+def _other_chunks(cfg: Config, stages: int) -> str:
+    """What else helps where virtual stages don't divide the layers."""
+    p, layers = cfg.parallel, cfg.model.num_layers
+    fit = [v for v in range(2, layers // p.pp + 1) if layers % (p.pp * v) == 0] if p.schedule == "interleaved_1f1b" else []
+    cures = [f"parallel.virtual_stages={' or '.join(map(str, fit))}"] if fit else []
+    if layers >= stages:
+        cures += ["parallel.stage_balance=cost", "parallel.layers_per_stage"]
+    return "".join(f", or {cure}" for cure in cures)
 
 
 def rank_stages(cfg: Config, rank: int) -> list[StageLayout]:

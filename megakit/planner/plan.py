@@ -412,9 +412,8 @@ def _notes(cfg: Config, grid: Grid, stages: list[StagePlan], open_world: bool) -
     unit = t.micro_batch_size * grid.dp
     for size, key in ((batch.final, "train.global_batch_size"), (batch.start, "a start of train.rampup_batch_size")):
         if size // unit < grid.pp:
-            notes.append(
-                f"{counted(size // unit, 'micro-batch', 'es')} starve{'s' * (size == unit)} {grid.pp} pipeline stages: use {key} >= {grid.pp * unit}"
-            )
+            starve = f"{counted(size // unit, 'micro-batch', 'es')} starve{'s' * (size == unit)}"
+            notes.append(f"{starve} {grid.pp} pipeline stages: use {key} >= {grid.pp * unit}")
             break
     if _fully_sharded(cfg, grid) and _accumulates_whole(cfg, grid):
         notes.append(

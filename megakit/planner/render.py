@@ -33,15 +33,14 @@ def _summary(plan: Plan) -> Table:
     sequence = ", sequence parallel" if plan.sequence_parallel else ""
     group = f" in groups of {plan.zero_group}" if plan.zero and plan.zero_group < plan.grid["dp"] * plan.grid["cp"] else ""
     table.add_row("parallel", f"ZeRO {plan.zero}{group}, recompute {_recompute(plan)}{sequence}")
+    micro_batches = counted(plan.micro_batches, "micro-batch", "es")
     if plan.grid["pp"] > 1:
         chunks = f", {plan.virtual_stages} chunks per rank" if plan.virtual_stages > 1 else ""
-        table.add_row(
-            "pipeline", f"{plan.schedule}{chunks}, {counted(plan.micro_batches, 'micro-batch', 'es')}, idle {plan.bubble:.1%}"
-        )
+        table.add_row("pipeline", f"{plan.schedule}{chunks}, {micro_batches}, idle {plan.bubble:.1%}")
     table.add_row("model", f"{plan.model_parameters:,} parameters, {plan.precision}")
     table.add_row(
         "batch",
-        f"{counted(plan.global_batch_size, 'sample')} = {counted(plan.micro_batches, 'micro-batch', 'es')} of {plan.micro_batch_size}"
+        f"{counted(plan.global_batch_size, 'sample')} = {micro_batches} of {plan.micro_batch_size}"
         f" x dp {plan.grid['dp']}; {plan.tokens_per_step:,} tokens of {plan.seq_len:,} per sample",
     )
     if ramp := [(size, n) for size, n in plan.batch_sizes if size < plan.global_batch_size]:

@@ -9,6 +9,7 @@ from megakit.config.schema import Config
 from megakit.errors import Refused
 from tests.config.tiny import refusal, tiny
 
+LEARNED = ["model.position_embedding=learned", "model.rotary_base=1e4"]
 YARN = ["model.rope_scaling=yarn", "model.rope_factor=2", "model.rope_original_max_position_embeddings=16"]
 LLAMA3 = ["model.rope_scaling=llama3", *YARN[1:], "model.rope_low_freq_factor=1", "model.rope_high_freq_factor=4"]
 
@@ -39,6 +40,8 @@ LLAMA3 = ["model.rope_scaling=llama3", *YARN[1:], "model.rope_low_freq_factor=1"
         (["parallel.stage_balance=cost"], ["parallel.stage_balance = cost", "parallel.pp = 1"]),
         (["parallel.pp=2", "parallel.layers_per_stage=[1,3]", "parallel.stage_balance=cost"],
          ["parallel.stage_balance = cost", "parallel.layers_per_stage = [1, 3]"]),
+        (["parallel.layers_per_stage=[4]"], ["parallel.layers_per_stage = [4]", "parallel.pp = 1"]),
+        (["parallel.allow_tp_across_nodes=true"], ["parallel.allow_tp_across_nodes = true", "parallel.tp = 1"]),
         # ZeRO
         (["parallel.zero_group=2"], ["parallel.zero_group = 2", "parallel.zero = 0"]),
         (["parallel.zero_group=1", "parallel.zero=1"], ["parallel.zero_group = 1", "parallel.zero=0"]),
@@ -71,6 +74,8 @@ LLAMA3 = ["model.rope_scaling=llama3", *YARN[1:], "model.rope_low_freq_factor=1"
         # context parallel
         (["parallel.cp=3"], ["train.seq_len = 32", "parallel.cp = 3", "train.seq_len=30 or 36", "or cp 1, 2, 4, 8, 16"]),
         (["parallel.cp=32"], ["train.seq_len = 32", "parallel.cp = 32", "64: use train.seq_len=64"]),
+        (["parallel.cp=3", "cluster.gpus_per_node=6", "train.micro_batch_size=1", "train.global_batch_size=12"],
+         ["train.seq_len = 32", "train.seq_len=30 or 36, or cp 1, 2"]),
         (["parallel.cp=5", "train.seq_len=45"], ["train.seq_len = 45", "parallel.cp = 5", "10", "or cp 1"]),
         (["parallel.cp=2", "model.num_attention_heads=6", "model.hidden_size=72", "model.num_query_groups=6", "parallel.tp=6",
           "model.ffn_hidden_size=180", "parallel.sequence_parallel=true", "train.seq_len=18"],
@@ -91,9 +96,10 @@ LLAMA3 = ["model.rope_scaling=llama3", *YARN[1:], "model.rope_low_freq_factor=1"
         ([*LLAMA3, "model.rope_original_max_position_embeddings=33"],
          ["model.rope_original_max_position_embeddings = 33", "model.max_position_embeddings = 32"]),
         ([*YARN, "model.rope_beta_slow=64"], ["model.rope_beta_slow = 64.0", "model.rope_beta_fast = 32.0"]),
-        ([*YARN, "model.position_embedding=learned"], ["model.rope_scaling = yarn", "model.position_embedding = learned"]),
+        ([*YARN, *LEARNED], ["model.rope_scaling = yarn", "model.position_embedding = learned"]),
+        (["model.position_embedding=learned"], ["model.rotary_base = 500000.0", "model.position_embedding = learned"]),
         # length
-        (["model.position_embedding=learned", "train.seq_len=64"], ["train.seq_len = 64", "model.max_position_embeddings = 32"]),
+        ([*LEARNED, "train.seq_len=64"], ["train.seq_len = 64", "model.max_position_embeddings = 32"]),
         (["train.generate_tokens=5"], ["train.generate_tokens = 5", "data.tokenizer"]),
         # the learning rate
         (["optim.min_lr=0.01"], ["optim.min_lr = 0.01", "optim.lr = 0.001"]),
@@ -139,6 +145,8 @@ LLAMA3 = ["model.rope_scaling=llama3", *YARN[1:], "model.rope_low_freq_factor=1"
         (["data.mock=false"], ["data.path is empty", "data.mock = false"]),
         (["data.mock=false", "data.path=[a,b]", "data.weights=[1]"], ["1 entries", "data.path has 2"]),
         (["data.mock=false", "data.path=[a,b]", "data.weights=[1,0]"], ["data.weights = 0.0", "greater than 0"]),
+        (["data.mock=false", "data.path=[a]", "data.mock_samples=7"], ["data.mock_samples = 7", "data.mock = false"]),
+        (["log.wandb_project=x"], ["log.wandb_project = x", "log.wandb = disabled"]),
         (["data.split=x"], ["data.split = x", "99,1"]),
         (["data.split=0,1"], ["data.split = 0,1", "99,1"]),
         (["data.split=1,-1"], ["data.split = 1,-1", "99,1"]),
@@ -164,7 +172,7 @@ def test_refused(overrides: list[str], says: list[str]):
     "overrides",
     [
         ["parallel.tp=2", "parallel.sequence_parallel=true"],
-        ["model.position_embedding=learned"],
+        LEARNED,
         ["train.seq_len=64"],  # rope has no table; the plan notes it
         ["parallel.cp=2"],
         ["parallel.cp=16", "parallel.cp_comm_type=all_gather", "data.isolate_documents=true", "data.eod_mask_loss=true"],
@@ -173,7 +181,7 @@ def test_refused(overrides: list[str], says: list[str]):
         LLAMA3,
         YARN,
         [*YARN, "model.rope_beta_fast=16", "model.rope_beta_slow=2", "model.rope_attention_factor=1.2"],
-        ["model.hidden_size=72", "model.position_embedding=learned"],  # an odd head width
+        ["model.hidden_size=72", *LEARNED],  # an odd head width
         ["parallel.pp=8", "model.num_layers=8"],  # fewer micro-batches than stages: slow, not wrong; the plan notes it
         ["optim.warmup_steps=9"],
         ["optim.warmup_steps=2000"],  # a trial of a long recipe: the plan notes that it ends in the warm-up

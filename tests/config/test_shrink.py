@@ -10,8 +10,9 @@ from megakit.config import rules
 from megakit.config.batch import BatchSize, lr_factor
 from megakit.config.compose import compose, group_files
 from megakit.config.schema import ClusterConfig, Config
-from megakit.config.shrink import shrink
-from megakit.modeling.layout import parameter_count, split_layers
+from megakit.config.shrink import parameter_names, shrink
+from megakit.modeling.layout import model_params, parameter_count, split_layers
+from megakit.planner.plan import make_plan
 from tests.config.tiny import tiny
 
 RECIPES = group_files()["recipe"]
@@ -80,7 +81,6 @@ def test_shrinking_twice_changes_only_the_name():
         ("[1,3,3,1]", 4, [1, 2]),
         ("[2,2,2,2]", 4, [2, 2]),
         ("[5,3]", 2, [2, 1]),
-        ("[8]", 1, [2]),
     ],
 )
 def test_uneven_stages_stay_uneven(given: str, pp: int, expected: list[int]):
@@ -172,9 +172,34 @@ def test_a_rampup_stays_one_and_is_passed_at_the_save(ramp: str, micro_batch_siz
     assert lr_factor(small) == 2.0
 
 
-def test_patterns_of_layers_that_are_cut_off_move_to_the_last():
-    small = shrink(tiny("model.num_layers=30", "optim.lr_mult={embedding.*: 0.1, layers.29.*: 0.5, layers.1*: 2, layers.0.*: 3}"))
-    assert small.optim.lr_mult == {"embedding.*": 0.1, "layers.1.*": 0.5, "layers.1*": 2.0, "layers.0.*": 3.0}
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("embedding.*: 0.1, layers.29.*: 0.5, layers.0.*: 3", {"embedding.*": 0.1, "layers.1.*": 0.5, "layers.0.*": 3.0}),
+        ("layers.2?.*: 0.5", {"layers.1.*": 0.5}),
+        ("layers.*5.mlp.*: 0.5", {"layers.1.mlp.*": 0.5}),
+        ("layers.2?*: 0.5", {"layers.1.*": 0.5}),
+        ("layers.5.*: 0.5, layers.6.*: 2, layers.7.*: 1", {"layers.1.*": 2.0}),  # three that become one
+        ("layers.29.*: 0.5, layers.1*: 2", {"layers.1*": 2.0}),  # the first would never hold
+        ("layers.*: 0.5, layers.29.*: 1", {"layers.*": 0.5, "layers.1.*": 1.0}),
+    ],
+)
+def test_patterns_of_layers_that_are_cut_off_move_to_the_last(given: str, expected: dict[str, float]):
+    cfg = tiny("model.num_layers=30", "optim.lr_mult={" + given + "}")
+    make_plan(cfg)
+    small = shrink(cfg)
+    assert small.optim.lr_mult == expected and list(small.optim.lr_mult) == list(expected)
+    make_plan(small)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_names_of_parameters_are_those_of_the_model(recipe: str):
+    cfg = shrink(compose([f"+recipe={recipe}"]))
+    assert sorted(parameter_names(cfg.model)) == sorted(model_params(cfg))
+
+
+def test_a_project_of_wandb_is_no_longer_needed():
+    assert shrink(tiny("log.wandb=offline", "log.wandb_project=x")).log == tiny("log.interval=1").log
 
 
 def test_what_a_recipe_leaves_out_stays_out():

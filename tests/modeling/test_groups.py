@@ -11,12 +11,15 @@ from megakit.planner.plan import make_plan
 from tests.config.tiny import tiny
 
 
+LEARNED = ["model.position_embedding=learned", "model.rotary_base=1e4"]
+
+
 def groups(*overrides: str):
     return {name: spec.group for name, spec in model_params(tiny(*overrides)).items()}
 
 
 def test_muon_takes_the_matrices_between_embedding_and_head():
-    found = groups("optim.name=muon", "model.position_embedding=learned", "model.add_bias_linear=true", "model.num_layers=1")
+    found = groups("optim.name=muon", *LEARNED, "model.add_bias_linear=true", "model.num_layers=1")
     assert [n for n, g in found.items() if g.algorithm == "muon"] == [
         f"layers.0.{name}.weight" for name in ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
     ]
@@ -39,6 +42,11 @@ def test_the_last_pattern_that_fits_holds():
         ("optim.lr_mult={layers.4.*: 0.5}", ["layers.4.*"]),
         ("optim.lr_mult={embeding.word.weight: 2}", ["did you mean embedding.word.weight"]),
         ("optim.wd_mult={layers.9.*: 0}", ["optim.wd_mult: layers.9.*"]),
+        (
+            "optim.lr_mult={layers.0.*: 0.5, layers.*: 2}",
+            ["optim.lr_mult: layers.0.* changes nothing", "(layers.* has layers.0."],
+        ),
+        ("optim.wd_mult={layers.0.*: 0.5, layers.*.weight: 2}", ["optim.wd_mult: layers.0.* changes nothing"]),
         ("optim.wd_mult={*norm*: 2}", ["optim.wd_mult: *norm* fits only norms and biases", "layers.0.attention_norm.weight"]),
     ],
 )

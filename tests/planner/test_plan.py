@@ -231,7 +231,7 @@ def test_no_notes_where_all_is_well():
 
 
 def test_a_sharding_group_in_an_open_world_needs_dp():
-    with pytest.raises(Refused, match="zero_group = 4 is planned for dp 1, since .*: give parallel.dp, as in parallel.dp=4"):
+    with pytest.raises(Refused, match=r"zero_group = 4 is planned for dp 1, since .*: give parallel.dp, as in parallel.dp=4"):
         make_plan(tiny("parallel.zero=1", "parallel.zero_group=4"))
     assert make_plan(tiny("parallel.zero=1", "parallel.zero_group=4"), world=4).zero_group == 4
 
