@@ -174,6 +174,21 @@ NOT_BUILT: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 """Which values of a key are planned but not built, and what to use until then."""
 
+_ELSEWHERE = {
+    "zbvzerobubble": "zb_v",
+    "zbv": "zb_v",
+    "zero_bubble": "zb_h1",
+    "zb1p": "zb_h1",
+    "interleaved1f1b": "interleaved_1f1b",
+    "interleaved": "interleaved_1f1b",
+    "allgather": "all_gather",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+    "float32": "fp32",
+}
+"""What other frameworks call some words, in small letters."""
+
 FREE_TEXT = {
     "train.generate_prompt",
     "data.path",
@@ -203,8 +218,8 @@ def check_each(cfg: Config) -> None:
     """Raise Refused for the first key whose value, looked at alone, can't be used."""
     for name, value in leaves(cfg).items():
         if value is not None:
-            for entry in _entries(value):
-                _check(name, entry)
+            for place, entry in _entries(value):
+                _check(name, entry, place)
     if not _NAME.fullmatch(cfg.run.name):
         raise Refused(
             f"run.name = {cfg.run.name} must be up to 100 letters, digits, '.', '_' and '-', since it names a folder and a job:"
@@ -217,11 +232,14 @@ def check_each(cfg: Config) -> None:
             raise Refused(f"launch.slurm.extra has {show(option)}: write each option as --name=value")
 
 
-def _entries(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else list(value.values()) if isinstance(value, dict) else [value]
+def _entries(value: Any) -> list[tuple[str, Any]]:
+    """(what is written after the key's name, value) of each entry of a list or a map."""
+    if isinstance(value, dict):
+        return [(f"[{pattern}]", entry) for pattern, entry in value.items()]
+    return [(f".{i}", entry) for i, entry in enumerate(value)] if isinstance(value, list) else [("", value)]
 
 
-def _check(name: str, value: Any) -> None:
+def _check(name: str, value: Any, place: str = "") -> None:
     not_built, instead = NOT_BUILT.get(name, (_words(), ""))
     if not_built(value):
         raise Refused(f"{name} = {show(value)} is not built yet: use {instead}")
@@ -230,13 +248,14 @@ def _check(name: str, value: Any) -> None:
     if isinstance(value, str):
         words = CHOICES.get(name)
         if words and value not in words:
-            guess = nearest(value, words)
+            word = value.lower().removeprefix("schedule")  # torch's classes begin so
+            guess = next((w for w in (_ELSEWHERE.get(word), word) if w in words), None) or nearest(value, words)
             hint = f"did you mean {guess}?" if guess else f"use {words[0]}" if len(words) == 1 else "use one of these"
             raise Refused(f"{name} = {show(value)} is not one of {_listed(name, words)}: {hint}")
         if not value and name not in MAY_BE_EMPTY:
             raise Refused(f"{name} is empty: give a value, or leave the key out")
     elif name in RANGES and value not in RANGES[name]:
-        raise Refused(f"{name} = {show(value)} must be {RANGES[name].bound(value)}")
+        raise Refused(f"{name}{place} = {show(value)} must be {RANGES[name].bound(value)}")
 
 
 def _listed(name: str, words: tuple[str, ...]) -> str:

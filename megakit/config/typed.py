@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import re
 import typing
 from collections.abc import Iterable
 from typing import Any, TypeVar
@@ -141,5 +142,6 @@ def _cure(name: str, value: Any, hint: Any) -> str:
             return ""
         return ": write it without quotes"
     if typing.get_origin(accepted[0]) is list and not isinstance(value, (list, dict)):
-        return f": write {name}=[{show(value)}]"
+        shape = re.match(r"\[.*?\]", schema_keys()[name].doc) if name in schema_keys() else None
+        return f": write {name}={shape[0] if shape else f'[{show(value)}]'}"
     return ""

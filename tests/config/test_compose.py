@@ -41,7 +41,7 @@ def folder(tmp_path: Path):
         ("parallel.pipeline_model_parallel_size=5", "did you mean parallel.pp?"),
         ("model.dropout=0.1", "did you mean model.hidden_dropout?"),
         ("launch.slurm.partitoin=gpu", "did you mean launch.slurm.partition?"),
-        ("optimiser={lr: 3}", "the keys of optim are lr, min_lr,"),
+        ("optimiser={lr: 3}", "the keys of optim are name, lr, min_lr,"),
         ("+train.zzzz=5", "the keys of train are steps, tokens,"),
         ("+zzzz=5", "the groups of keys are model, parallel,"),
         ("train.steps.x=3", "train.steps.x is not a recipe key"),

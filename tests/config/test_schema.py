@@ -61,7 +61,8 @@ def test_numbers_out_of_range_are_refused(name: str):
             continue
         shown = value if int in scalars(key) else float(value)
         bound = span.high if words in ("less than", "at most") else span.low
-        assert line == f"{name} = {shown} must be {words} {bound}"
+        place = ".0" if listed.startswith("[") else "[a]" if listed.startswith("{") else ""
+        assert line == f"{name}{place} = {shown} must be {words} {bound}"
 
 
 @pytest.mark.parametrize("name", CHOICES)

@@ -10,7 +10,6 @@ from megakit.modeling.layout import model_params
 from megakit.planner.plan import make_plan
 from tests.config.tiny import tiny
 
-
 LEARNED = ["model.position_embedding=learned", "model.rotary_base=1e4"]
 
 
