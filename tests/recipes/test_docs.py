@@ -15,8 +15,10 @@ from megakit import pretrain
 from megakit.config.compose import compose
 from megakit.config.shrink import shrink
 from megakit.config.typed import to_yaml
+from megakit.planner.plan import make_plan
 
-PAGE = Path(__file__).parent.parent.parent / "docs/recipes.md"
+ROOT = Path(__file__).parent.parent.parent
+PAGE = ROOT / "docs/recipes.md"
 EXAMPLE = re.compile(r"^```console\n\$ python -m megakit\.pretrain (.*)\n((?s:.*?))^```$", re.MULTILINE)
 
 
@@ -58,6 +60,31 @@ def test_the_indented_commands_compose(tmp_path):
     (tmp_path / "config.yaml").write_text(to_yaml(small), encoding="utf-8")
     cfg = compose(longer[2:], config_file=str(tmp_path / "config.yaml"))
     assert (cfg.train.steps, cfg.train.global_batch_size, cfg.run.dir) == (400, 8, "runs/longer")
+
+
+def dry_runs() -> list[str]:
+    """The overrides of every command of the pages that prints a plan, each once."""
+    pages = "\n".join(page.read_text(encoding="utf-8") for page in [*sorted(PAGE.parent.glob("*.md")), ROOT / "README.md"])
+    commands = re.findall(r"^[ $]*python -m megakit\.pretrain (.*)$", pages.replace("\\\n", " "), re.MULTILINE)
+    return list(dict.fromkeys(c.split(" #")[0] for c in commands if "run.dry_run=true" in c))
+
+
+@pytest.mark.parametrize("command", dry_runs())
+def test_every_dry_run_of_the_pages_has_a_plan(command: str):
+    plan = make_plan(compose(shlex.split(command)))
+    assert not any("a GPU has" in note for note in plan.notes) or "demo" in command, plan.notes
+
+
+SHOWN = [
+    "interleaved_1f1b", "zb_h1", "zb_v", "layers_per_stage", "stage_balance=cost", "recompute_layers", "initial_loss_scale",
+    "grad_dtype=bf16", "lr_scaling", "optim.schedule=wsd", "optim.name=sgd", "isolate_documents", "cp_comm_type=all_gather",
+    "rope_scaling=llama3", "rope_scaling=yarn", "zero_group", "parallel.zero=3", "rampup_batch_size",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("feature", SHOWN)
+def test_the_pages_show_a_run_of_each_feature(feature: str):
+    assert any(feature in command for command in dry_runs())
 
 
 if __name__ == "__main__":
