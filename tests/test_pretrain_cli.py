@@ -64,7 +64,10 @@ def test_takes_under_a_second_and_no_torch(args: list[str], code: int):
         (["+recipe=demo", "--config-dir=/nope"], "--config-dir = /nope is not a folder"),
         (["--config-file", "/nope"], "--config-file = /nope can't be read"),
         (["--help", "zzzz"], "no key has that in its name"),
-        (["+recipe=demo", "model.num_layers=3", "parallel.pp=4"], "model.num_layers = 3 is less than parallel.pp = 4"),
+        (
+            ["+recipe=demo", "model.num_layers=3", "parallel.pp=4"],
+            "model.num_layers = 3 is less than parallel.pp x parallel.virtual_stages = 4",
+        ),
         (["+recipe=demo", "model.num_layers=3", "parallel.pp=4", "run.shrink=true"], "model.num_layers = 3 is less"),
         (
             ["+recipe=demo", "train.micro_batch_size=4", "train.global_batch_size=10"],

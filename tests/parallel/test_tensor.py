@@ -22,6 +22,8 @@ TP, S, B, IN, OUT, V = 2, 6, 3, 8, 10, 14
 class Sink:
     """Adds up what it is given, in fp32, as the flat buffers do."""
 
+    deferring = False
+
     def __init__(self):
         self.totals: dict[torch.Tensor, torch.Tensor] = {}
 

@@ -151,12 +151,11 @@ def cells() -> Iterator[tuple[Feature, str]]:
 
 
 def chosen() -> Iterator[tuple[Feature, str]]:
-    """Of each row the largest layout and one of the small ones: what the tests have time for."""
+    """One cell of each row, in turn on a layout of the most ranks and on a smaller one: what the tests have time for."""
     for at, feature in enumerate(FEATURES):
         there = [layout for f, layout in cells() if f is feature]
         most = max(map(world, there))
         large = [layout for layout in there if world(layout) == most]
         small = [layout for layout in there if 1 < world(layout) < most]
-        yield feature, large[at % len(large)]
-        if small:
-            yield feature, small[at % len(small)]
+        layouts = small if at % 2 and small else large
+        yield feature, layouts[at // 2 % len(layouts)]

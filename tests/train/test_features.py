@@ -1,4 +1,4 @@
-"""Every feature trains like one process, on its largest layout and a small one; benchmarks/parity.py has all cells."""
+"""Every feature trains like one process, on one layout; benchmarks/parity.py has all cells."""
 
 from __future__ import annotations
 
