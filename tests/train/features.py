@@ -152,8 +152,9 @@ def cells() -> Iterator[tuple[Feature, str]]:
 
 def chosen() -> Iterator[tuple[Feature, str]]:
     """One cell of each row, in turn on a layout of the most ranks and on a smaller one: what the tests have time for."""
+    found = list(cells())
     for at, feature in enumerate(FEATURES):
-        there = [layout for f, layout in cells() if f is feature]
+        there = [layout for f, layout in found if f is feature]
         most = max(map(world, there))
         large = [layout for layout in there if world(layout) == most]
         small = [layout for layout in there if 1 < world(layout) < most]
