@@ -10,47 +10,35 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import track
-
 from tests.pool import Pool
-from tests.train import oracle
-from tests.train.features import FEATURES, LAYOUTS, STEPS, TOLERANCE, Feature, cells, config, reference_config, world
+from tests.train.features import FEATURES, LAYOUTS, STEPS, TOLERANCE, Feature, config, layouts, reference_curve, world
 from tests.train.parity import assemble, train, worst
 
 BEGIN, END = "<!-- made by benchmarks/parity.py --write -->\n", "<!-- end -->\n"
 DOC = Path(__file__).parent.parent / "docs" / "parity.md"
 
 
-def measure(rows: list[Feature]) -> dict[tuple[str, str], float]:
-    """Largest relative difference of loss and gradient norm, by (row, column)."""
+def measure(rows: list[Feature]) -> Iterator[tuple[Feature, dict[str, float]]]:
+    """Row by row, the largest relative difference of loss and gradient norm by column."""
     pools = {n: Pool(n) for n in {1, *map(world, LAYOUTS)}}
-    out = {}
-    references: dict[str, list[tuple[float, float]]] = {}
-    todo = [(f, layout) for f, layout in cells() if f in rows]
-    for feature, layout in track(todo, "cells", console=Console(stderr=True)):
-        if feature.name not in references:
-            cfg = reference_config(feature)
-            (result,) = pools[1].run(train, cfg, 0 if feature.oracle else STEPS)
-            start = {n.removeprefix("master."): t for n, t in assemble([result.before]).items() if n.startswith("master.")}
-            references[feature.name] = oracle.train(cfg, start, STEPS)[0] if feature.oracle else result.curve
-        results = pools[world(layout)].run(train, config(feature, layout), STEPS)
-        assert all(r.curve == results[0].curve for r in results), f"{feature.name}, {layout}: ranks disagree"
-        assemble([r.after for r in results])
-        out[feature.name, layout] = worst(results[0].curve, references[feature.name])
+    for feature in rows:
+        reference, found = reference_curve(feature, pools[1]), {}
+        for layout in layouts(feature):
+            results = pools[world(layout)].run(train, config(feature, layout), STEPS)
+            assert all(r.curve == results[0].curve for r in results), f"{feature.name}, {layout}: ranks disagree"
+            assemble([r.after for r in results])
+            found[layout] = worst(results[0].curve, reference)
+        yield feature, found
     for pool in pools.values():
         pool.close()
-    return out
 
 
-def markdown(rows: list[Feature], cells: dict[tuple[str, str], float]) -> str:
-    lines = ["| |" + "|".join(LAYOUTS) + "|", "|---" * (len(LAYOUTS) + 1) + "|"]
-    for feature in rows:
-        row = [f"{cells[feature.name, layout]:.1e}" if (feature.name, layout) in cells else "" for layout in LAYOUTS]
-        lines.append(f"|{feature.name}{'' if feature.oracle else ' *'}|" + "|".join(row) + "|")
-    return "\n".join(lines) + "\n"
+def markdown(feature: Feature, found: dict[str, float]) -> str:
+    row = [f"{found[layout]:.1e}" if layout in found else "" for layout in LAYOUTS]
+    return f"|{feature.name}{'' if feature.oracle else ' *'}|{'|'.join(row)}|"
 
 
 def main() -> int:
@@ -58,15 +46,19 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="put the table into docs/parity.md")
     parser.add_argument("--rows", default="", help="keep the rows whose name contains this")
     args = parser.parse_args()
-    rows = [f for f in FEATURES if args.rows in f.name]
-    found = measure(rows)
-    text = markdown(rows, found)
-    largest = max(found.values())
-    summary = f"{len(found)} cells, the largest is {largest:.1e}.\n"
-    print(text + "\n" + summary)
+    lines, every = ["| |" + "|".join(LAYOUTS) + "|", "|---" * (len(LAYOUTS) + 1) + "|"], []
+    print("\n".join(lines))
+    for feature, found in measure([f for f in FEATURES if args.rows in f.name]):
+        lines.append(markdown(feature, found))
+        every += found.values()
+        print(lines[-1], flush=True)  # a run takes a while: each row when it is there
+    largest = max(every)
+    summary = f"{len(every)} cells, the largest is {largest:.1e}.\n"
+    print("\n" + summary)
     if args.write:
+        table = "\n".join(lines)
         before, after = DOC.read_text().split(BEGIN)[0], DOC.read_text().split(END)[1]
-        DOC.write_text(f"{before}{BEGIN}\n{text}\n{summary}\n{END}{after}")
+        DOC.write_text(f"{before}{BEGIN}\n{table}\n\n{summary}\n{END}{after}")
     return int(largest > TOLERANCE)
 
 

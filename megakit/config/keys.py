@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Union
 
 from megakit.config import schema
+from megakit.errors import Refused
 
 MISSING = "???"
 """OmegaConf's mark of a value that the recipe must give."""
@@ -221,6 +222,11 @@ def unknown_key(name: str) -> str:
         leaves = ", ".join(k.name.removeprefix(group + ".") for k in schema_keys().values() if k.name.startswith(group + "."))
         return f"{name} is not a recipe key: the keys of {group} are {leaves}"
     return f"{name} is not a recipe key: the groups of keys are {', '.join(g for g in group_docs() if '.' not in g)}"
+
+
+def changes_nothing(name: str, value: Any, beside: str, instead: str) -> Refused:
+    """The refusal of a value that has no effect `beside` another; with `instead` it would have one."""
+    return Refused(f"{name} = {show(value)} changes nothing with {beside}: leave it out, or use {instead}")
 
 
 def show(value: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megakit.config import algorithms
 from megakit.config.algorithms import ALGORITHMS
 from megakit.config.batch import lr_factor
-from megakit.config.keys import show
+from megakit.config.keys import changes_nothing, show
 from megakit.config.schema import Config, OptimConfig
 from megakit.errors import Refused
 
@@ -45,10 +45,7 @@ def _check_scaling(cfg: Config) -> None:
     o = cfg.optim
     if o.lr_scaling == "none":
         if o.base_batch_size is not None:
-            raise Refused(
-                f"optim.base_batch_size = {o.base_batch_size} changes nothing with optim.lr_scaling = none: leave it out, or use"
-                " optim.lr_scaling=sqrt"
-            )
+            raise changes_nothing("optim.base_batch_size", o.base_batch_size, "optim.lr_scaling = none", "optim.lr_scaling=sqrt")
         return
     if o.base_batch_size is None:
         raise Refused(

@@ -7,7 +7,7 @@ from dataclasses import fields
 
 from megakit.config import optim_rules
 from megakit.config.batch import BatchSize
-from megakit.config.keys import show
+from megakit.config.keys import changes_nothing, show
 from megakit.config.ranges import check_each
 from megakit.config.schema import Config, DataConfig, LogConfig, ModelConfig, OptimConfig, ParallelConfig
 from megakit.config.typed import replace
@@ -79,7 +79,7 @@ def resolve(cfg: Config, world: int) -> Config:
         fit = f" or set parallel.dp={world // ranks}" if world % ranks == 0 else ""
         raise Refused(f"parallel.dp = {dp} x {grid} = {dp * ranks} ranks, but there are {world}: start {dp * ranks} ranks{fit}")
     if world % ranks:
-        near = _near(world, ranks)
+        near = nearest_multiples(world, ranks)
         raise Refused(f"{world} ranks can't be divided by {grid} = {ranks}: start {near} ranks, or change the grid")
     out = replace(cfg, {"parallel.dp": world // ranks})
     _check_zero(out)
@@ -93,7 +93,7 @@ def _grid(cfg: Config) -> str:
     )
 
 
-def _near(value: int, unit: int) -> str:
+def nearest_multiples(value: int, unit: int) -> str:
     """The multiples of `unit` around a value."""
     low = value // unit * unit
     return f"{low} or {low + unit}" if low else str(unit)
@@ -102,7 +102,7 @@ def _near(value: int, unit: int) -> str:
 def _check_model(cfg: Config) -> None:
     m = cfg.model
     if m.hidden_size % m.num_attention_heads:
-        near = _near(m.hidden_size, m.num_attention_heads)
+        near = nearest_multiples(m.hidden_size, m.num_attention_heads)
         raise Refused(
             f"model.hidden_size = {m.hidden_size} is not divisible by model.num_attention_heads = {m.num_attention_heads}:"
             f" use a hidden size of {near}, or other heads"
@@ -135,10 +135,8 @@ ROPE_TAKES = {**ROPE_NEEDS, "yarn": (*ROPE_NEEDS["yarn"], "rope_beta_fast", "rop
 def _check_rope(m: ModelConfig) -> None:
     kind = m.rope_scaling
     if m.position_embedding != "rope" and m.rotary_base != ModelConfig.rotary_base:
-        raise Refused(
-            f"model.rotary_base = {show(m.rotary_base)} changes nothing with model.position_embedding = {m.position_embedding}:"
-            " leave it out, or use model.position_embedding=rope"
-        )
+        beside = f"model.position_embedding = {m.position_embedding}"
+        raise changes_nothing("model.rotary_base", m.rotary_base, beside, "model.position_embedding=rope")
     if kind != "none" and m.position_embedding != "rope":
         raise Refused(
             f"model.rope_scaling = {kind} changes nothing with model.position_embedding = {m.position_embedding}: set it to"
@@ -150,10 +148,7 @@ def _check_rope(m: ModelConfig) -> None:
         value = getattr(m, f.name)
         if f.name not in ROPE_TAKES[kind] and value != f.default:
             takers = " or ".join(k for k, names in ROPE_TAKES.items() if f.name in names)
-            raise Refused(
-                f"model.{f.name} = {show(value)} changes nothing with model.rope_scaling = {kind}: leave it out, or use"
-                f" model.rope_scaling={takers}"
-            )
+            raise changes_nothing(f"model.{f.name}", value, f"model.rope_scaling = {kind}", f"model.rope_scaling={takers}")
         if f.name in ROPE_NEEDS[kind] and value is None:
             raise Refused(
                 f"model.rope_scaling = {kind} needs model.{f.name}, which is null: give it, or use model.rope_scaling=none"
@@ -180,9 +175,7 @@ def _check_tensor_parallel(cfg: Config) -> None:
     if p.sequence_parallel and p.tp == 1:
         raise Refused("parallel.sequence_parallel = true changes nothing with parallel.tp = 1: set it to false, or use tp > 1")
     if p.allow_tp_across_nodes and p.tp == 1:
-        raise Refused(
-            "parallel.allow_tp_across_nodes = true changes nothing with parallel.tp = 1: leave it out, or use parallel.tp > 1"
-        )
+        raise changes_nothing("parallel.allow_tp_across_nodes", True, "parallel.tp = 1", "parallel.tp > 1")
     cut = {
         "model.num_query_groups": m.num_query_groups,
         "model.num_attention_heads": m.num_attention_heads,
@@ -214,10 +207,7 @@ def _check_pipeline(cfg: Config) -> None:
             f"parallel.{name} = {getattr(p, name)} needs a pipeline, parallel.pp = 1: leave it out, or use parallel.pp > 1"
         )
     if p.layers_per_stage is not None and p.pp == 1:
-        raise Refused(
-            f"parallel.layers_per_stage = {show(p.layers_per_stage)} changes nothing with parallel.pp = 1: leave it out, or use"
-            " parallel.pp > 1"
-        )
+        raise changes_nothing("parallel.layers_per_stage", p.layers_per_stage, "parallel.pp = 1", "parallel.pp > 1")
     if p.stage_balance != "layers" and (p.pp == 1 or p.layers_per_stage is not None):
         why = "parallel.pp = 1" if p.pp == 1 else f"parallel.layers_per_stage = {show(p.layers_per_stage)}"
         raise Refused(f"parallel.stage_balance = {p.stage_balance} changes nothing with {why}: leave one of them out")
@@ -228,16 +218,11 @@ def _check_zero(cfg: Config) -> None:
     if p.zero == 3:
         _check_fully_sharded(p)
     elif p.zero3_reduce != "microbatch":
-        raise Refused(
-            f"parallel.zero3_reduce = {p.zero3_reduce} changes nothing with parallel.zero = {p.zero}: leave it out, or use"
-            " parallel.zero=3"
-        )
+        raise changes_nothing("parallel.zero3_reduce", p.zero3_reduce, f"parallel.zero = {p.zero}", "parallel.zero=3")
     if p.zero_group is None:
         return
     if p.zero == 0:
-        raise Refused(
-            f"parallel.zero_group = {p.zero_group} changes nothing with parallel.zero = 0: leave it out, or use ZeRO 1 or more"
-        )
+        raise changes_nothing("parallel.zero_group", p.zero_group, "parallel.zero = 0", "ZeRO 1 or more")
     if p.zero_group == 1:
         raise Refused("parallel.zero_group = 1 shards nothing: use parallel.zero=0, or a group of 2 or more")
     if p.dp is not None and (p.dp * p.cp) % p.zero_group:
@@ -258,9 +243,7 @@ def _check_context_parallel(cfg: Config) -> None:
     p, seq_len = cfg.parallel, cfg.train.seq_len
     if p.cp == 1:
         if p.cp_comm_type != "p2p":
-            raise Refused(
-                f"parallel.cp_comm_type = {p.cp_comm_type} changes nothing with parallel.cp = 1: leave it out, or use cp > 1"
-            )
+            raise changes_nothing("parallel.cp_comm_type", p.cp_comm_type, "parallel.cp = 1", "cp > 1")
         return
     unit = sequence_unit(cfg)
     if seq_len % unit:
@@ -268,7 +251,7 @@ def _check_context_parallel(cfg: Config) -> None:
         valid = [cp for cp in _divisors(seq_len) if (cp == 1 or seq_len % (unit // p.cp * cp) == 0) and _fits_world(cfg, cp)]
         raise Refused(
             f"train.seq_len = {seq_len} is not divisible by the two chunks of each of parallel.cp = {p.cp} ranks{tp},"
-            f" {unit}: use train.seq_len={_near(seq_len, unit)}{f', or cp {_listed(valid)}' if valid else ''}"
+            f" {unit}: use train.seq_len={nearest_multiples(seq_len, unit)}{f', or cp {_listed(valid)}' if valid else ''}"
         )
 
 
@@ -290,10 +273,8 @@ def _check_fully_sharded(p: ParallelConfig) -> None:
             " use parallel.zero=1 or 2, or parallel.pp=1"
         )
     if p.bucket_size != ParallelConfig().bucket_size:
-        raise Refused(
-            f"parallel.bucket_size = {p.bucket_size} changes nothing with parallel.zero = 3, which reduces layer by layer: leave"
-            " it out, or use parallel.zero=2"
-        )
+        beside = "parallel.zero = 3, which reduces layer by layer"
+        raise changes_nothing("parallel.bucket_size", p.bucket_size, beside, "parallel.zero=2")
 
 
 def _check_world(cfg: Config) -> None:
@@ -310,7 +291,7 @@ def _check_world(cfg: Config) -> None:
         )
     if p.dp is None and there % ranks:
         nodes = math.lcm(ranks, per_node) // per_node
-        near = _near(cfg.cluster.nodes, nodes)
+        near = nearest_multiples(cfg.cluster.nodes, nodes)
         raise Refused(
             f"{_grid(cfg)} = {ranks} ranks do not divide the cluster, {have}: use cluster.nodes={near}, or give parallel.dp"
         )
@@ -324,7 +305,7 @@ def _check_batch(cfg: Config) -> None:
     unit = t.micro_batch_size * dp
     if t.global_batch_size % unit:
         by = f"train.micro_batch_size = {t.micro_batch_size}" + (f" x parallel.dp = {dp} = {unit}" if dp > 1 else "")
-        near = _near(t.global_batch_size, unit)
+        near = nearest_multiples(t.global_batch_size, unit)
         raise Refused(f"train.global_batch_size = {t.global_batch_size} is not divisible by {by}: use {near}")
     if t.rampup_batch_size is not None:
         _check_rampup(t.rampup_batch_size, t.global_batch_size, unit)
@@ -378,10 +359,7 @@ def _check_schedule(cfg: Config) -> None:
     of_wsd = {"wsd_decay_steps": o.wsd_decay_steps is not None, "wsd_decay_style": o.wsd_decay_style != "linear"}
     for name, given in of_wsd.items():
         if o.schedule != "wsd" and given:
-            raise Refused(
-                f"optim.{name} = {getattr(o, name)} changes nothing with optim.schedule = {o.schedule}: leave it out, or use"
-                " optim.schedule=wsd"
-            )
+            raise changes_nothing(f"optim.{name}", getattr(o, name), f"optim.schedule = {o.schedule}", "optim.schedule=wsd")
     if o.schedule == "constant":
         for name, value, off in (("decay_steps", o.decay_steps, None), ("min_lr", o.min_lr, 0.0)):
             if value != off:
@@ -410,10 +388,8 @@ def _check_schedule(cfg: Config) -> None:
 def _check_recompute(cfg: Config) -> None:
     p = cfg.parallel
     if p.recompute_layers is not None and p.recompute != "full":
-        raise Refused(
-            f"parallel.recompute_layers = {p.recompute_layers} changes nothing with parallel.recompute = {p.recompute}: leave it"
-            " out, or use parallel.recompute=full"
-        )
+        beside = f"parallel.recompute = {p.recompute}"
+        raise changes_nothing("parallel.recompute_layers", p.recompute_layers, beside, "parallel.recompute=full")
 
 
 def _check_precision(cfg: Config) -> None:
@@ -429,10 +405,7 @@ def _check_precision(cfg: Config) -> None:
         for name in ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "loss_scale_hysteresis"):
             value, default = getattr(o, name), getattr(OptimConfig(), name)
             if value != default:
-                raise Refused(
-                    f"optim.{name} = {show(value)} changes nothing with train.precision = {precision}: leave it out, or use"
-                    " train.precision=fp16"
-                )
+                raise changes_nothing(f"optim.{name}", value, f"train.precision = {precision}", "train.precision=fp16")
     elif o.min_loss_scale > o.initial_loss_scale:
         raise Refused(
             f"optim.min_loss_scale = {show(o.min_loss_scale)} is above optim.initial_loss_scale ="
@@ -452,9 +425,7 @@ def _check_data(cfg: Config) -> None:
     if d.weights is not None and len(d.weights) != len(d.path):
         raise Refused(f"data.weights has {len(d.weights)} entries, data.path has {len(d.path)}: give one weight per path")
     if not d.mock and d.mock_samples != DataConfig.mock_samples:
-        raise Refused(
-            f"data.mock_samples = {d.mock_samples} changes nothing with data.mock = false: leave it out, or use data=mock"
-        )
+        raise changes_nothing("data.mock_samples", d.mock_samples, "data.mock = false", "data=mock")
     validation = _validation_share(d.split)
     if cfg.train.eval_interval and d.path and not (d.valid_path or validation):
         raise Refused(
@@ -485,10 +456,7 @@ def _check_checkpoint(cfg: Config) -> None:
 def _check_log(cfg: Config) -> None:
     log = cfg.log
     if log.wandb == "disabled" and log.wandb_project != LogConfig.wandb_project:
-        raise Refused(
-            f"log.wandb_project = {log.wandb_project} changes nothing with log.wandb = disabled: leave it out, or use"
-            " log.wandb=offline or online"
-        )
+        raise changes_nothing("log.wandb_project", log.wandb_project, "log.wandb = disabled", "log.wandb=offline or online")
 
 
 def _divisors(n: int) -> list[int]:

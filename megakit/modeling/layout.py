@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from megakit.config.rules import nearest_multiples
 from megakit.config.schema import Config, ModelConfig, ParallelConfig
 from megakit.errors import Refused
 from megakit.modeling import groups
@@ -52,8 +53,7 @@ def model_stages(cfg: Config) -> list[StageLayout]:
     if given is None and p.stage_balance == "cost":
         given = balanced(cfg.model, cfg.train.seq_len, where.stages)
     elif given is None and where.chunks > 1 and layers % where.stages:
-        low = layers // where.stages * where.stages
-        near = f"{low} or {low + where.stages}" if low else str(where.stages)
+        near = nearest_multiples(layers, where.stages)
         raise Refused(
             f"model.num_layers = {layers} can't be cut evenly into parallel.pp x parallel.virtual_stages ="
             f" {p.pp} x {p.virtual_stages} = {where.stages} stages: use {near} layers{_other_chunks(cfg, where.stages)}"

@@ -267,7 +267,6 @@ class FlatBuffers:
                 done = bucket.reductions * each
                 got = {s.name: f"{bucket.counts[s.name] + s.uses * done} of {s.uses * self.microbatches}" for s in bucket.specs}
                 raise RuntimeError(f"gradient contributions are missing: {got}")
-        self._flying.clear()
         for bucket in self.buckets:
             self._settle(bucket)
             shard = self._shards[bucket]

@@ -35,9 +35,6 @@ from megakit.planner.relief import relief
 
 GIB = 2**30
 
-ZERO_BUBBLE = ("zb_h1", "zb_v")
-"""Schedules that put weight gradients off."""
-
 WEIGHT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 GRADIENT_BYTES = {"fp32": 4, "bf16": 2}
 """By the type that gradients are accumulated in."""
@@ -231,6 +228,8 @@ def stage_plan(cfg: Config, grid: Grid, rank: int, row: Sequence[Op], in_flight:
     )
     weights, gradients, optimizer = _state_bytes(cfg, grid, layouts, held)
     kept = [ledger(cfg, layout) for layout in layouts]
+    of_a_pass = [sum(line.bytes for line in lines) for lines in kept]
+    put_off = [deferred(cfg, layout) for layout in layouts] if cfg.parallel.schedule in generators.ZERO_BUBBLE else of_a_pass
     first = [grid.rank(dp=d, pp=rank) for d in range(grid.dp)]
     return StagePlan(
         index=rank,
@@ -245,9 +244,7 @@ def stage_plan(cfg: Config, grid: Grid, rank: int, row: Sequence[Op], in_flight:
         gradient_bytes=gradients,
         optimizer_bytes=optimizer,
         activations=kept,
-        activation_bytes=peak(
-            row, [sum(line.bytes for line in lines) for lines in kept], [deferred(cfg, layout) for layout in layouts]
-        ),
+        activation_bytes=peak(row, of_a_pass, put_off),
         in_flight=in_flight,
     )
 
@@ -309,7 +306,7 @@ def _check_blocks(cfg: Config, grid: Grid) -> None:
     by = f"parallel.pp x train.micro_batch_size x dp = {p.pp} x {t.micro_batch_size} x {grid.dp} = {unit}"
     why = f"parallel.schedule = interleaved_1f1b takes its micro-batches in blocks of parallel.pp = {p.pp}"
     if final % unit:
-        near = " or ".join(str(n) for n in (final // unit * unit, final // unit * unit + unit) if n)
+        near = rules.nearest_multiples(final, unit)
         raise Refused(
             f"{why}, so train.global_batch_size = {final} must be a multiple of {by}: use train.global_batch_size={near}"
         )
@@ -420,7 +417,7 @@ def _notes(cfg: Config, grid: Grid, stages: list[StagePlan], open_world: bool) -
             f"gradients accumulate unsharded over {micro_batches} micro-batches, {stages[0].gradient_bytes / GIB:.1f} GiB: with"
             f" parallel.zero3_reduce=microbatch they are sharded, and reduced {micro_batches} times per step"
         )
-    if cfg.parallel.recompute == "full" and cfg.parallel.schedule in ZERO_BUBBLE:
+    if cfg.parallel.recompute == "full" and cfg.parallel.schedule in generators.ZERO_BUBBLE:
         notes.append(
             f"parallel.recompute = full saves little with parallel.schedule = {cfg.parallel.schedule}: the operands of weight"
             " gradients that are put off are kept; use parallel.schedule=1f1b or interleaved_1f1b to save memory"

@@ -10,6 +10,7 @@ from megakit.config.keys import show
 from megakit.config.schema import Config
 from megakit.config.typed import replace
 from megakit.errors import Refused
+from megakit.parallel.pipeline.generators import ZERO_BUBBLE
 
 Measure = Callable[[Config], tuple[int, int]]
 """Bytes of states and of activations of a configuration's largest stage. Raises Refused where it can't run."""
@@ -67,7 +68,7 @@ def _of_states(cfg: Config) -> Iterator[dict[str, Any]]:
 def _of_activations(cfg: Config) -> Iterator[dict[str, Any]]:
     p, half = cfg.parallel, cfg.train.micro_batch_size // 2
     whole = {"parallel.recompute": "full", "parallel.recompute_layers": None}
-    if p.schedule in ("zb_h1", "zb_v"):
+    if p.schedule in ZERO_BUBBLE:
         yield {"parallel.schedule": "1f1b", "parallel.virtual_stages": 1} | whole
     elif p.recompute != "full" or p.recompute_layers is not None:
         yield whole if p.recompute_layers is not None else {"parallel.recompute": "full"}

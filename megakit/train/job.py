@@ -70,9 +70,7 @@ def _run(cfg: Config, ranks: Ranks, state: ParallelState, comm: Comm) -> None:
     try:
         if writer:
             _announce(writer, choice, alerts, train, valid)
-            if state.device.type == "cpu" and (
-                cfg.train.precision == "fp16" or (cfg.train.precision == "bf16" and not has_bf16())
-            ):
+            if state.device.type == "cpu" and _is_slow(cfg.train.precision):
                 writer.message(
                     f"NOTE: this CPU has no {cfg.train.precision} products, a step takes tens of times as long as with"
                     " train.precision=fp32"
@@ -115,6 +113,11 @@ def _announce(
     for alert in alerts:
         writer.event("alert", text=alert)
         writer.message(f"ALERT: {alert}")
+
+
+def _is_slow(precision: str) -> bool:
+    """On this CPU, which has to emulate it."""
+    return precision == "fp16" or (precision == "bf16" and not has_bf16())
 
 
 def _generate(cfg: Config, engine: Engine, tokenizer: Tokenizer, writer: MetricsWriter | None) -> None:

@@ -136,13 +136,13 @@ class TypedComm(FakeComm):
         self._follow("all_to_all", axis, x, handle.result, before)
         return handle
 
-    def send(self, x: torch.Tensor, stage: int) -> Handle:
+    def send(self, x: torch.Tensor, rank: int) -> Handle:
         with spmd.no_typecheck():
-            return super().send(x, stage)
+            return super().send(x, rank)
 
-    def recv(self, buffer: torch.Tensor, stage: int) -> Handle:
+    def recv(self, buffer: torch.Tensor, rank: int) -> Handle:
         with spmd.no_typecheck():
-            return super().recv(buffer, stage)
+            return super().recv(buffer, rank)
 
     def _follow(self, op: str, axis: str, x: torch.Tensor, out: torch.Tensor, before: LocalSpmdType) -> None:
         if self.size(axis) == 1:

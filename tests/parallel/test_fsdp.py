@@ -15,8 +15,8 @@ from megakit.parallel.grid import REPLICAS
 from megakit.parallel.traffic import fully_sharded_bytes
 from tests.tiny import tiny
 from tests.train import oracle
-from tests.train.parity import assemble, engine, micro_batches, train, worst
-from tests.train.test_parity import BATCH, TOLERANCE, masters
+from tests.train.parity import assemble, engine, masters, micro_batches, train, warmed_up, worst
+from tests.train.test_parity import BATCH, TOLERANCE
 from tests.train.test_resume_layout import copy_checkpoint, equal, run
 
 LAYOUTS = {
@@ -89,11 +89,7 @@ def test_weights_and_moments_are_those_of_zero_1(pools, precision):
 
 def bytes_of_a_step(cfg):
     """What was counted in the second step, what the formula says, and the gathers' sizes."""
-    e = engine(cfg)
-    e.initialize()
-    e.train_step(micro_batches(e, 0), 0.01)
-    e.comm.bytes.clear()
-    e.comm.records.clear()
+    e = warmed_up(cfg)
     batches = micro_batches(e, 1)
     e.train_step(batches, 0.01)
     assert not e.comm.pending()

@@ -7,16 +7,12 @@ import pytest
 from megakit.parallel.pipeline.executor import SENDS_IN_FLIGHT
 from megakit.parallel.zero import IN_FLIGHT
 from tests.tiny import tiny
-from tests.train.parity import engine, micro_batches
+from tests.train.parity import micro_batches, warmed_up
 
 
 def second_step(cfg):
     """The records of the second step and of the beginning of the third, and when the optimizer ended the second."""
-    e = engine(cfg)
-    e.initialize()
-    e.train_step(micro_batches(e, 0), 0.01)
-    e.settle()
-    e.comm.records.clear()
+    e = warmed_up(cfg)
     e.train_step(micro_batches(e, 1), 0.01)
     stepped = e.comm.records[-1].issued
     e.forward_backward(micro_batches(e, 2))

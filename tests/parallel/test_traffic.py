@@ -7,16 +7,12 @@ import pytest
 from megakit.parallel.grid import REPLICAS
 from megakit.parallel.traffic import data_parallel_bytes
 from tests.tiny import tiny
-from tests.train.parity import engine, micro_batches
+from tests.train.parity import micro_batches, warmed_up
 
 
 def bytes_of_a_step(cfg):
     """What was counted in the second step, and what the formula says."""
-    e = engine(cfg)
-    e.initialize()
-    e.train_step(micro_batches(e, 0), 0.01)
-    e.settle()
-    e.comm.bytes.clear()
+    e = warmed_up(cfg)
     batches = micro_batches(e, 1)
     e.train_step(batches, 0.01)
     e.settle()

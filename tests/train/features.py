@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +11,10 @@ from megakit.config import rules
 from megakit.config.schema import Config, ParallelConfig
 from megakit.errors import Refused
 from megakit.planner.plan import make_plan
+from tests.pool import Pool
 from tests.tiny import tiny
+from tests.train import oracle
+from tests.train.parity import masters, train
 
 STEPS = 5
 TOLERANCE = 1e-5
@@ -125,6 +129,13 @@ def reference_config(feature: Feature) -> Config:
     return tiny(feature.family, **{**COMMON, **keys})
 
 
+def reference_curve(feature: Feature, one_process: Pool) -> list[tuple[float, float]]:
+    """Loss and gradient norm of each step, of one process."""
+    cfg = reference_config(feature)
+    (result,) = one_process.run(train, cfg, 0 if feature.oracle else STEPS)
+    return oracle.train(cfg, masters([result.before]), STEPS)[0] if feature.oracle else result.curve
+
+
 def refused(cfg: Config) -> str | None:
     """Why the combination is refused, or None."""
     try:
@@ -136,27 +147,27 @@ def refused(cfg: Config) -> str | None:
 
 
 def world(layout: str) -> int:
-    out = 1
-    for size in LAYOUTS[layout].values():
-        out *= size
-    return out
+    """Its ranks."""
+    return math.prod(LAYOUTS[layout].values())
+
+
+def layouts(feature: Feature) -> list[str]:
+    """The columns of a row: all that is not refused."""
+    fit = [layout for layout in LAYOUTS if not set(feature.without) & set(LAYOUTS[layout])]
+    return [layout for layout in fit if refused(config(feature, layout)) is None]
 
 
 def cells() -> Iterator[tuple[Feature, str]]:
-    """All that is not refused."""
-    for feature in FEATURES:
-        for layout in LAYOUTS:
-            if not set(feature.without) & set(LAYOUTS[layout]) and refused(config(feature, layout)) is None:
-                yield feature, layout
+    """All of the table."""
+    return ((feature, layout) for feature in FEATURES for layout in layouts(feature))
 
 
 def chosen() -> Iterator[tuple[Feature, str]]:
     """One cell of each row, in turn on a layout of the most ranks and on a smaller one: what the tests have time for."""
-    found = list(cells())
     for at, feature in enumerate(FEATURES):
-        there = [layout for f, layout in found if f is feature]
+        there = layouts(feature)
         most = max(map(world, there))
         large = [layout for layout in there if world(layout) == most]
         small = [layout for layout in there if 1 < world(layout) < most]
-        layouts = small if at % 2 and small else large
-        yield feature, layouts[at // 2 % len(layouts)]
+        those = small if at % 2 and small else large
+        yield feature, those[at // 2 % len(those)]

@@ -92,6 +92,22 @@ def assemble(boxes: list[Boxes]) -> dict[str, torch.Tensor]:
     return whole
 
 
+def masters(boxes: list[Boxes]) -> dict[str, torch.Tensor]:
+    """The weights in fp32 as global tensors, by the parameters' own names."""
+    return {name.removeprefix("master."): t for name, t in assemble(boxes).items() if name.startswith("master.")}
+
+
+def warmed_up(cfg: Config) -> Engine:
+    """An engine after its first step, with nothing under way and an empty record."""
+    e = engine(cfg)
+    e.initialize()
+    e.train_step(micro_batches(e, 0), 0.01)
+    e.settle()
+    e.comm.records.clear()
+    e.comm.bytes.clear()
+    return e
+
+
 def worst(a: list[tuple[float, float]], b: list[tuple[float, float]]) -> float:
     """Largest relative difference of two curves."""
     assert len(a) == len(b)

@@ -21,15 +21,11 @@ from megakit.train.evaluate import evaluate
 from tests.tiny import tiny
 from tests.train import oracle
 from tests.train.jobs import config, records, run_job
-from tests.train.parity import assemble, engine, micro_batches, train, worst
+from tests.train.parity import engine, masters, micro_batches, train, worst
 
 BATCH = {"train__global_batch_size": 4}
 TOLERANCE = 1e-5
 KINDS = ("p2p", "all_gather")
-
-
-def masters(boxes):
-    return {n.removeprefix("master."): t for n, t in assemble(boxes).items() if n.startswith("master.")}
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from tests.train import oracle
-from tests.train.features import FEATURES, LAYOUTS, STEPS, TOLERANCE, cells, chosen, config, reference_config, refused, world
+from tests.train.features import (
+    FEATURES,
+    LAYOUTS,
+    STEPS,
+    TOLERANCE,
+    cells,
+    chosen,
+    config,
+    reference_config,
+    reference_curve,
+    refused,
+    world,
+)
 from tests.train.parity import assemble, train, worst
 
 
@@ -15,12 +26,9 @@ def reference(pools):
     made = {}
 
     def of(feature):
-        cfg = reference_config(feature)
-        key = repr(cfg)
+        key = repr(reference_config(feature))
         if key not in made:
-            (result,) = pools(1).run(train, cfg, 0 if feature.oracle else STEPS)
-            start = {n.removeprefix("master."): t for n, t in assemble([result.before]).items() if n.startswith("master.")}
-            made[key] = oracle.train(cfg, start, STEPS)[0] if feature.oracle else result.curve
+            made[key] = reference_curve(feature, pools(1))
         return made[key]
 
     return of

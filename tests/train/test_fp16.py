@@ -13,7 +13,7 @@ from megakit.optim.loss_scale import LossScale
 from tests.tiny import tiny
 from tests.train import oracle
 from tests.train.jobs import config, curve, records, run_job
-from tests.train.parity import assemble, engine, micro_batches, train, worst
+from tests.train.parity import engine, masters, micro_batches, train, worst
 from tests.train.test_loop import before_step, checkpoints, skipped
 
 FP16 = {"train__precision": "fp16"}
@@ -26,7 +26,7 @@ def test_fp16_equals_the_oracle_with_any_scale(pools, family):
         scale: pools(1).run(train, tiny(family, optim__initial_loss_scale=2.0**scale, **SMALL), steps=3)[0] for scale in (8, 12)
     }
     assert worst(runs[8].curve[:1], runs[12].curve[:1]) < 1e-5, "gradients below fp16's normal numbers lose bits, no more"
-    start = {n.removeprefix("master."): t for n, t in assemble([runs[8].before]).items() if n.startswith("master.")}
+    start = masters([runs[8].before])
     expected, _, _ = oracle.train(tiny(family, **SMALL), start, steps=3)
     assert max(worst(r.curve, expected) for r in runs.values()) < 2e-3
 

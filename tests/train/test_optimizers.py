@@ -13,7 +13,7 @@ from tests.tiny import tiny
 from tests.train import oracle
 from tests.train.features import GROUPS
 from tests.train.jobs import config, run_job
-from tests.train.parity import assemble, engine, micro_batches, train, worst
+from tests.train.parity import engine, masters, micro_batches, train, worst
 from tests.train.test_resume_layout import equal, run
 
 BATCH = {"train__global_batch_size": 4}
@@ -44,10 +44,7 @@ def test_training_equals_plain_torch(pools, family, keys, layout):
     size = 6 if layout["parallel__dp"] == 3 else 4
     cfg = tiny(family, train__global_batch_size=size, **keys, **layout)
     ranks = pools(world(cfg)).run(train, cfg)
-    start, end = (
-        {n.removeprefix("master."): t for n, t in assemble(boxes).items() if n.startswith("master.")}
-        for boxes in ([r.before for r in ranks], [r.after for r in ranks])
-    )
+    start, end = masters([r.before for r in ranks]), masters([r.after for r in ranks])
     expected, _, weights = oracle.train(cfg, start)
     assert worst(ranks[0].curve, expected) < 1e-5
     for name, w in end.items():

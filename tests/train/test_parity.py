@@ -7,15 +7,11 @@ import torch
 
 from tests.tiny import tiny
 from tests.train import oracle
-from tests.train.parity import assemble, train, worst
+from tests.train.parity import masters, train, worst
 
 GRIDS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2)]
 TOLERANCE = 1e-5
 BATCH = {"train__global_batch_size": 4}
-
-
-def masters(boxes):
-    return {n.removeprefix("master."): t for n, t in assemble(boxes).items() if n.startswith("master.")}
 
 
 @pytest.fixture(scope="module", params=["llama", "gpt2"])

@@ -12,7 +12,7 @@ from megakit.optim.lr import learning_rate
 from tests.tiny import tiny
 from tests.train import oracle
 from tests.train.jobs import config, curve, records, run_job, sample_ids
-from tests.train.parity import assemble, train, worst
+from tests.train.parity import masters, train, worst
 
 SIZES = [2, 4, 4, 6, 8]
 RAMP = {
@@ -28,7 +28,7 @@ RAMP = {
 def test_steps_of_growing_size_equal_plain_torch(pools, pp, dp, zero):
     cfg = tiny(parallel__pp=pp, parallel__dp=dp, parallel__zero=zero)
     ranks = pools(pp * dp).run(train, cfg, sizes=SIZES)
-    start = {n.removeprefix("master."): t for n, t in assemble([r.before for r in ranks]).items() if n.startswith("master.")}
+    start = masters([r.before for r in ranks])
     expected, *_ = oracle.train(cfg, start, sizes=SIZES)
     assert worst(ranks[0].curve, expected) < 1e-5
 

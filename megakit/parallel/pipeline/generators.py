@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from megakit.config.rules import nearest_multiples
 from megakit.errors import Refused
 from megakit.parallel.pipeline.schedule import Op, Placement, Schedule, simulate
+
+ZERO_BUBBLE = ("zb_h1", "zb_v")
+"""Those that put weight gradients off."""
 
 NAMES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v")
 """What `parallel.schedule` may be."""
@@ -60,8 +64,7 @@ def interleaved_1f1b(ranks: int, microbatches: int, chunks: int) -> Schedule:
     Micro-batches go round in blocks of `ranks`: each block passes all of a rank's chunks before the next one begins.
     """
     if microbatches % ranks:
-        low = microbatches // ranks * ranks
-        near = f"{low} or {low + ranks}" if low else str(ranks)
+        near = nearest_multiples(microbatches, ranks)
         raise Refused(
             f"parallel.schedule = interleaved_1f1b takes its micro-batches in blocks of parallel.pp = {ranks}, there are"
             f" {microbatches} per step: use {near} (train.global_batch_size / train.micro_batch_size / dp)"
