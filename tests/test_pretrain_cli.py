@@ -98,7 +98,7 @@ def test_help_lists_recipes_and_the_most_used_keys(capfd):
         assert f"+recipe={name} {summary[:30]}" in out
     for name in MOST_USED:
         assert f"{name} " in out and schema_keys()[name].doc[:15] in out
-    assert "cluster=a100_80g | h100 | h200 | local" in out and "exit codes" in out
+    assert "cluster=a100_80g | b200 | h100 | h200 | local" in out and "exit codes" in out
 
 
 def test_help_of_a_group_lists_all_its_keys(capfd):

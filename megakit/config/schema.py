@@ -306,7 +306,7 @@ class ClusterConfig:
     """The machines that a recipe is meant for."""
 
     name: str = "local"
-    """Name of the kind of machine; shipped are local, a100_80g, h100 and h200."""
+    """Name of the kind of machine; shipped are local, a100_80g, b200, h100 and h200."""
     nodes: int = 1
     """Nodes."""
     gpus_per_node: Optional[int] = None

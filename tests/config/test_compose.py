@@ -97,7 +97,7 @@ def test_wrong_types_are_refused(override: str, says: str):
         ("hydra.verbose=true", "Hydra's own settings have no effect"),
         ("+hydra/launcher=basic", "Hydra's own settings have no effect"),
         ("+recipe=llama7b", "+recipe=demo and +recipe=llama7b are both given"),
-        ("cluster=h10", "there is no cluster h10: did you mean h100? Choose one of a100_80g, h100, h200, local"),
+        ("cluster=h10", "there is no cluster h10: did you mean h100? Choose one of a100_80g, b200, h100, h200, local"),
         ("cluster=h100,h200", "there is no cluster h100,h200"),
         ("model=null", "choose one of demo_10m, gpt2_124m, llama7b"),
         ("~model", "choose one of demo_10m, gpt2_124m, llama7b"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -119,8 +119,10 @@ def needs(op: Op, stage: int, stages: int) -> list[tuple[str, int, int]]:
     return [("F", i, stage)] + ([("G", i, stage + 1)] if stage < stages - 1 else [])
 
 
-def simulate(schedule: Schedule, cost: dict[str, float] = COST) -> list[Done]:
+def simulate(schedule: Schedule, cost: dict[str, float] | Callable[[str, int], float] = COST) -> list[Done]:
     """Run the table in simulated time -> its operations in order of start. Raises Refused if it stops.
+
+    `cost` is the time of each kind of operation, or a function of kind and stage.
 
     An operation starts when the one before it in its row has ended and what it needs is there; transfers take no time.
     """
@@ -149,8 +151,9 @@ def simulate(schedule: Schedule, cost: dict[str, float] = COST) -> list[Done]:
         start, rank = heapq.heappop(ready)
         op = schedule.rows[rank][at[rank]]
         at[rank] += 1
-        clock[rank] = start + cost[op.kind]
-        key = provides(op, schedule.placement.stage(rank, op.chunk))
+        stage = schedule.placement.stage(rank, op.chunk)
+        clock[rank] = start + (cost(op.kind, stage) if callable(cost) else cost[op.kind])
+        key = provides(op, stage)
         finished[key] = clock[rank]
         order.append(Done(start, clock[rank], rank, op))
         for other in (rank, *waiting.pop(key, ())):

@@ -1,0 +1,172 @@
+"""A training step as the time model sees it: the sizes of the model, the grid, the batch and how the stack runs them.
+
+No torch here. Of a recipe it is made by `Workload.of`; of runs of other programs by `Workload.of_model`, with their `Stack`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megakit.config.schema import Config, ModelConfig
+from megakit.modeling.balance import head_dim
+from megakit.modeling.layout import model_stages
+from megakit.observe.flops import flops_per_token
+from megakit.parallel.grid import Grid
+from megakit.parallel.shard import ShardSpec
+
+BYTES = {"bf16": 2, "fp16": 2, "fp8": 2, "fp32": 4}
+"""Of an activation and of a weight as it is gathered; fp8 is used inside of matrix products only."""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """How a program runs a step, as far as its time depends on it."""
+
+    name: str
+    flash: bool = True
+    """Attention never writes its scores to memory."""
+    fused: bool = True
+    """Norms, residuals and activations are one kernel each."""
+    loss_bytes: int = 32
+    """Moved per logit by the loss and its gradient."""
+    tp_overlap: bool = False
+    """Tensor parallel traffic runs beside the matrix products."""
+    dp_overlap: bool = True
+    """Gradients are reduced during the last backward pass, new weights gathered during the first forward pass."""
+    pp_overlap: bool = True
+    """Transfers between stages run beside the computation of another micro-batch, with virtual stages."""
+    pp_scatter: bool = False
+    """Transfers are cut over the tp ranks also without sequence parallelism."""
+    dp_inside: bool = False
+    """Ranks are numbered with dp inside of pp, so that a node has more ranks of a data parallel group."""
+    factor: float = 1.0
+    """Time relative to the constants of the GPU: what one program does better or worse throughout."""
+
+
+MEGAKIT = Stack("megakit", fused=False, loss_bytes=40, tp_overlap=False)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """All that the time of a step depends on besides the hardware. Hashable; vary one with dataclasses.replace."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    gated: bool
+    """SwiGLU: the MLP's first product makes gate and up."""
+    rope: bool
+    bias: bool
+    learned: int
+    """Rows of a learned position table; 0: none."""
+    tied: bool
+    vocab: int
+    """With the padding that the grid needs."""
+    seq: int
+    flops_per_token: int
+    """Useful ones, attention over the full square (observe/flops.py)."""
+    causal_flops_per_token: int
+    tp: int
+    pp: int
+    cp: int
+    dp: int
+    micro_batch_size: int
+    micro_batches: int
+    """Of one data parallel rank per step."""
+    stage_layers: tuple[int, ...]
+    """Layers of each of the pp x virtual_stages stages, in order of the model."""
+    virtual_stages: int = 1
+    schedule: str = "1f1b"
+    zero: int = 0
+    zero_group: int = 1
+    """Ranks that share one copy of what ZeRO shards; dp x cp without hybrid sharding."""
+    zero3_each: bool = True
+    """ZeRO 3 reduces gradients with every micro-batch, not once a step."""
+    sequence_parallel: bool = False
+    cp_gather: bool = False
+    """Keys and values are gathered before attention, not passed around during it."""
+    precision: str = "bf16"
+    """bf16 | fp16 | fp32 | fp8 (linear layers in fp8, the rest in bf16)."""
+    gradient_bytes: int = 4
+    recompute: str = "none"
+    """none | selective | full | alternate (every other matrix product and all between them)."""
+    recompute_layers: int | None = None
+    """Of each pipeline rank, with recompute full; None: all."""
+    states_per_parameter: int = 3
+    """fp32 numbers of the optimizer per parameter, the master among them."""
+    stack: Stack = MEGAKIT
+
+    @classmethod
+    def of(cls, cfg: Config, stack: Stack = MEGAKIT) -> Workload:
+        """Of a resolved recipe (rules.resolve). Raises Refused where its layers don't fit the stages."""
+        p, t = cfg.parallel, cfg.train
+        grid = Grid(p.dp or 1, p.pp, p.cp, p.tp, p.zero_group)
+        return cls.of_model(
+            cfg.model,
+            seq=t.seq_len,
+            tp=p.tp,
+            pp=p.pp,
+            cp=p.cp,
+            dp=grid.dp,
+            micro_batch_size=t.micro_batch_size,
+            micro_batches=t.global_batch_size // (t.micro_batch_size * grid.dp),
+            stage_layers=tuple(len(stage.layers) for stage in model_stages(cfg)),
+            virtual_stages=p.virtual_stages,
+            schedule=p.schedule,
+            zero=p.zero,
+            zero_group=grid.size("dp_shard"),
+            zero3_each=p.zero3_reduce == "microbatch",
+            sequence_parallel=p.sequence_parallel and p.tp > 1,
+            cp_gather=p.cp_comm_type == "all_gather",
+            precision=t.precision,
+            gradient_bytes={"fp32": 4, "bf16": 2}[t.grad_dtype],
+            recompute=p.recompute,
+            recompute_layers=p.recompute_layers,
+            stack=stack,
+        )
+
+    @classmethod
+    def of_model(cls, m: ModelConfig, *, seq: int, tp: int, **keys) -> Workload:
+        """Of a model and the fields that describe the run."""
+        return cls(
+            layers=m.num_layers,
+            hidden=m.hidden_size,
+            heads=m.num_attention_heads,
+            kv_heads=m.num_query_groups,
+            head_dim=head_dim(m),
+            ffn=m.ffn_hidden_size,
+            gated=m.activation == "swiglu",
+            rope=m.position_embedding == "rope",
+            bias=m.add_bias_linear,
+            learned=m.max_position_embeddings if m.position_embedding == "learned" else 0,
+            tied=m.tie_embeddings,
+            vocab=tp * ShardSpec.padded_rows("", m.vocab_size, 1, 0, tp, m.make_vocab_size_divisible_by).numel,
+            seq=seq,
+            tp=tp,
+            flops_per_token=flops_per_token(m, seq),
+            causal_flops_per_token=flops_per_token(m, seq, causal=True),
+            **keys,
+        )
+
+    @property
+    def world(self) -> int:
+        """GPUs."""
+        return self.tp * self.pp * self.cp * self.dp
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.seq * self.micro_batch_size * self.micro_batches * self.dp
+
+    @property
+    def layer_elements(self) -> int:
+        """Elements of a layer's matrices on one rank."""
+        width = self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        return self.hidden * (width + self.ffn * (3 if self.gated else 2)) // self.tp
+
+    @property
+    def table_elements(self) -> int:
+        """Elements of the embedding, or of the head, on one rank."""
+        return self.hidden * self.vocab // self.tp

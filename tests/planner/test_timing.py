@@ -1,0 +1,110 @@
+"""The time model: it adds up, its FLOPs and parameters are the model's, its closed forms are the simulated tables'."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+import pytest
+
+from megakit.config import rules
+from megakit.config.compose import compose
+from megakit.config.schema import Config
+from megakit.modeling.layout import parameter_count
+from megakit.observe.flops import flops_per_token
+from megakit.planner import hardware, timing
+from megakit.planner.workload import Stack, Workload
+from tests.config.tiny import tiny
+
+H100 = hardware.find("h100")
+SEVENTY = ["+recipe=llama70b", "cluster=h100", "cluster.nodes=16"]
+
+
+def resolved(*overrides: str) -> Config:
+    cfg = compose([*SEVENTY, *overrides])
+    return rules.resolve(cfg, rules.planned_world(cfg))
+
+
+def seventy(*overrides: str) -> Workload:
+    return Workload.of(resolved(*overrides))
+
+
+def test_the_parts_add_up():
+    for w in (seventy(), seventy("parallel.tp=4", "parallel.cp=2"), seventy("parallel.pp=1", "parallel.zero=3")):
+        t = timing.estimate(w, H100)
+        parts = (t.gemm, t.attention, t.memory, *t.exposed.values(), t.bubble, t.optimizer, t.stragglers)
+        assert sum(parts) == pytest.approx(t.seconds, rel=1e-12)
+        assert min(parts) >= 0 and min(t.hidden.values()) >= 0
+        assert t.tokens_per_s_per_gpu == pytest.approx(w.tokens_per_step / t.seconds / w.world)
+
+
+@pytest.mark.parametrize("recipe", ["llama7b", "llama70b", "gpt2_124m"])
+def test_flops_and_parameters_are_the_models(recipe):
+    cfg = compose([f"+recipe={recipe}", "cluster=h100"])
+    cfg = rules.resolve(cfg, rules.planned_world(cfg))
+    w = Workload.of(cfg)
+    assert w.flops_per_token == flops_per_token(cfg.model, cfg.train.seq_len)
+    assert w.causal_flops_per_token == flops_per_token(cfg.model, cfg.train.seq_len, causal=True)
+    tables = (1 if w.tied else 2) * w.tp * w.table_elements - (w.vocab - cfg.model.vocab_size) * w.hidden * (1 if w.tied else 2)
+    vectors = parameter_count(cfg) - tables - w.layers * w.layer_elements * w.tp - w.learned * w.hidden
+    per_layer = (2 * w.hidden + w.bias * (w.hidden * 4 + 3 * w.hidden + w.ffn)) * w.layers
+    assert vectors == per_layer + w.hidden * (2 if w.bias else 1)
+
+
+SCHEDULES = [
+    ("1f1b", 8, 1, 16, 0.001),
+    ("1f1b", 4, 1, 2, 0.05),
+    ("gpipe", 4, 1, 8, 0.001),
+    ("interleaved_1f1b", 4, 5, 16, 0.02),
+    ("interleaved_1f1b", 8, 2, 8, 0.05),
+    ("zb_h1", 4, 1, 16, 0.05),
+    ("zb_v", 4, 2, 8, 1e-9),
+    ("zb_v", 4, 2, 64, 0.02),
+]
+"""(name, pp, virtual stages, micro-batches, how far the closed form may be from the simulated table)"""
+
+
+@pytest.mark.parametrize(("name", "pp", "chunks", "m", "bound"), SCHEDULES)
+def test_closed_forms_are_the_simulated_tables(name, pp, chunks, m, bound):
+    w = seventy()
+    w = replace(w, schedule=name, pp=pp, virtual_stages=chunks, micro_batches=m, stage_layers=(80 // pp // chunks,) * pp * chunks)
+    t = timing.estimate(w, H100)
+    work = t.gemm + t.attention + t.memory + t.exposed["tp"] + t.exposed["cp"] + t.exposed["pp"] + t.bubble
+    assert work == pytest.approx(timing.simulated(w, H100), rel=bound)
+
+
+def test_what_must_make_a_step_longer_does():
+    base = seventy()
+    seconds = timing.estimate(base, H100).seconds
+    longer = {
+        "recompute": replace(base, recompute="full"),
+        "unfused attention": replace(base, stack=replace(base.stack, flash=False)),
+        "fewer micro-batches are cheaper, more are not": replace(base, micro_batches=2 * base.micro_batches),
+        "uneven stages": replace(base, stage_layers=(12, 10, 10, 10, 10, 10, 10, 8)),
+        "a slower program": replace(base, stack=Stack("slow", fused=False, loss_bytes=40, factor=1.1)),
+    }
+    for what, w in longer.items():
+        assert timing.estimate(w, H100).seconds > seconds, what
+    across = replace(H100, nvlink_domain=4, gpus_per_node=4)
+    assert timing.estimate(base, across).exposed["tp"] > 2 * timing.estimate(base, H100).exposed["tp"]
+    faster = replace(base, precision="fp8", stack=replace(base.stack))
+    assert timing.estimate(faster, H100).gemm < 0.7 * timing.estimate(base, H100).gemm
+
+
+def test_hybrid_sharding_keeps_zero_3s_gathers_off_a_slow_network():
+    cfg = compose(["+recipe=llama7b", "cluster=h100", "cluster.nodes=16", "parallel.zero=3"])
+    base = replace(Workload.of(rules.resolve(cfg, rules.planned_world(cfg))), micro_batches=4)
+    slow = replace(H100, network_gb_s=2.0)
+    assert base.zero_group == base.dp * base.cp
+    assert timing.estimate(replace(base, zero_group=8), slow).exposed["dp"] < timing.estimate(base, slow).exposed["dp"]
+
+
+def test_a_tiny_model_can_be_timed():
+    cfg = tiny()
+    w = Workload.of(rules.resolve(cfg, 1))
+    assert timing.estimate(w, H100).seconds > 0
+    assert hash(w) == hash(replace(w))
+
+
+def test_no_torch_is_imported():
+    assert "torch" not in vars(timing) and "torch" not in vars(sys.modules["megakit.planner.kernels"])
