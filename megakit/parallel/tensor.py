@@ -87,7 +87,8 @@ class _Linear(torch.autograd.Function):
             gb = _rows(g).sum(0) if ctx.bias is not None else None
         else:
             if later:
-                sink.add(ctx.weight, partial(_gather_and_accumulate, g_out, x, region, column))
+                # detached: its graph would keep the stage's input too
+                sink.add(ctx.weight, partial(_gather_and_accumulate, g_out, x.detach(), region, column))
             else:
                 sink.add(ctx.weight, partial(_accumulate, g=g, x=gathered.wait()))
             if ctx.bias is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import inspect
 import os
 import sys
@@ -11,22 +12,23 @@ from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 
-import spmd_types
 import torch
 
 from megakit.parallel import comm
 
 _ROOT = Path(__file__).parents[2]
+_TYPES = importlib.util.find_spec("spmd_types")  # not everybody has it
 _OTHERS = (
     os.fspath(Path(__file__).parent),
     comm.__file__,
     contextlib.__file__,
     functools.__file__,
     os.path.dirname(torch.__file__),
-    os.path.dirname(spmd_types.__file__),
+    *(_TYPES.submodule_search_locations or () if _TYPES else ()),
 )
 
 
+@functools.lru_cache(maxsize=4096)
 def _place(code: CodeType, line: int) -> str:
     path = Path(code.co_filename)
     short = path.relative_to(_ROOT) if path.is_relative_to(_ROOT) else path.name

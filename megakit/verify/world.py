@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -42,8 +42,16 @@ class FakeComm(Comm):
 
 
 @contextmanager
-def fake_rank(cfg: Config, rank: int, comm: Callable[[ParallelState], Comm] = FakeComm) -> Iterator[Engine]:
-    """The engine of `rank` in a fake world of the grid of `cfg` (with parallel.dp given). Not inside a running job."""
+def fake_rank(
+    cfg: Config,
+    rank: int,
+    comm: Callable[[ParallelState], Comm] = FakeComm,
+    watch: AbstractContextManager | None = None,
+) -> Iterator[Engine]:
+    """The engine of `rank` in a fake world of the grid of `cfg` (with parallel.dp given). Not inside a running job.
+
+    `watch` is entered before the engine is built: a dispatch mode sees all of its tensors.
+    """
     if dist.is_initialized():
         raise RuntimeError("a fake world needs a process of its own: a process group is already initialised in this one")
     p = cfg.parallel
@@ -53,7 +61,7 @@ def fake_rank(cfg: Config, rank: int, comm: Callable[[ParallelState], Comm] = Fa
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Set timeout is now only supported")
             state = ParallelState(grid, torch.device("cpu"), timedelta(seconds=60))
-        with FakeTensorMode(), _real_meshes():
+        with FakeTensorMode(), _real_meshes(), watch or nullcontext():
             yield Engine(cfg, state, comm(state))
     finally:
         dist.destroy_process_group()

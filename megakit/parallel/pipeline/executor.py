@@ -40,6 +40,8 @@ class Executor:
         self.stages, self.comm, self.placement, self.deferred = stages, comm, placement, deferred
         self.shape, self.dtype, self.device = shape, dtype, device
         self.rank = comm.index("pp")
+        self.differentiate: Callable[[torch.Tensor, torch.Tensor], None] = torch.autograd.backward
+        """The backward pass from the output of a stage, given its gradient: a proof (megakit/verify) doesn't run all of them."""
 
     def run(self, program: Program, batches: Sequence[Any], backward: bool = True, loss_scale: float = 1.0) -> list[torch.Tensor]:
         """Run the row -> what the last stage returned for each micro-batch, detached; [] on ranks without it.
@@ -114,9 +116,9 @@ class _Run:
         if op.kind == "I":
             assert self.executor.deferred is not None, "a schedule with I and W needs a place for deferred weight gradients"
             with self.executor.deferred.until((i, stage)):
-                torch.autograd.backward(y, g)
+                self.executor.differentiate(y, g)
         else:
-            torch.autograd.backward(y, g)
+            self.executor.differentiate(y, g)
         if x is not None:
             assert x.grad is not None
             self._hand_over(("g", i, stage - 1), x.grad, stage - 1)

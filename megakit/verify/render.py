@@ -1,0 +1,61 @@
+"""A proof on the terminal."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from megakit.planner.plan import counted
+from megakit.verify.job import ranks_text
+from megakit.verify.prove import Proof
+
+GIB, MIB = 2**30, 2**20
+
+
+def render(proof: Proof) -> RenderableType:
+    """What is proven, under which assumptions, and the peaks; at most 100 columns wide."""
+    grid = " x ".join(f"{axis} {n}" for axis, n in proof.grid.items() if n > 1 or axis != "cp")
+    if proof.proven:
+        title = Text(f"Proven for {grid} = {counted(proof.world, 'rank')}", style="bold green")
+    else:
+        title = Text(f"Not proven for {grid} = {counted(proof.world, 'rank')}: {counted(len(proof.errors), 'error')}", style="bold red")
+    parts: list[RenderableType] = [title]
+    parts += [Text(f"Error: {error}", style="red") for error in proof.errors]
+    parts += [_facts(proof), _peaks(proof)]
+    parts += [Text(f"Assumed: {text}.") for text in proof.assumptions]
+    parts += [Text(f"Note: {note}.", style="yellow") for note in proof.notes]
+    return Group(*parts)
+
+
+def _facts(proof: Proof) -> Table:
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column()
+    replayed = f", {counted(proof.replayed, 'pass', 'es')} replayed" if proof.replayed else ""
+    table.add_row(
+        "stepped",
+        f"{counted(len(proof.ranks_stepped), 'rank')} ({ranks_text(proof.ranks_stepped)}),"
+        f" {counted(proof.micro_batches, 'micro-batch', 'es')} each{replayed}",
+    )
+    table.add_row("matched", f"{counted(proof.events, 'event')} of {counted(proof.world, 'rank')}, {counted(proof.programs, 'program')}")
+    if proof.semantics:
+        table.add_row("all ranks end", "\n".join(proof.semantics))
+    if proof.types_checked:
+        table.add_row("gradients", f"each reduced once over each axis, by types (rank {ranks_text(proof.types_checked)})")
+    table.add_row("took", f"{proof.seconds:.0f} s, {proof.cpu_seconds:.0f} s of CPU, {proof.worker_bytes / GIB:.2f} GiB per process")
+    return table
+
+
+def _peaks(proof: Proof) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    unit, size = ("GiB", GIB) if max(p.peak_bytes for p in proof.peaks) >= GIB else ("MiB", MIB)
+    for name in ("stage", f"static\n{unit}", f"peak\n{unit}"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("most live bytes in", "at"):
+        table.add_column(name)
+    for p in proof.peaks:
+        operation = p.operation.removeprefix("aten.").removesuffix(".default")
+        table.add_row(str(p.stage), f"{p.static_bytes / size:.3f}", f"{p.peak_bytes / size:.3f}", f"{p.at}: {operation}", p.site)
+    return table

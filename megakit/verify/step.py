@@ -1,0 +1,128 @@
+"""One rank's training step in a fake world: its program, and the most bytes of tensors that are alive."""
+
+from __future__ import annotations
+
+import gc
+import resource
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megakit.config.schema import Config
+from megakit.parallel.grid import ParallelState
+from megakit.train.engine import Engine
+from megakit.verify.live import LiveBytes, Moment, watching_resizes
+from megakit.verify.program import Program
+from megakit.verify.record import RecordingComm
+from megakit.verify.replay import FIRST, NotAlike, Replay
+from megakit.verify.world import fake_batches, fake_rank
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """What one rank did. It travels between processes."""
+
+    rank: int
+    program: Program
+    queues: dict[str, str]
+    """Name of each of its groups -> name of the first that has the same process group."""
+    errors: list[str]
+    static_bytes: int
+    """Tensors that live as long as the run: weights, gradients, masters, moments, as the buffers have them."""
+    most_bytes: int
+    """Of tensors alive at once, static ones included."""
+    at: Moment
+    end_bytes: int
+    """Alive when the step has ended."""
+    skipped: int
+    """Passes that were replayed, not run."""
+    type_errors: list[str] = field(default_factory=list)
+    typed: bool = False
+    seconds: float = 0.0
+    peak_rss: int = 0
+    """Bytes of the process that stepped it."""
+
+
+def step(cfg: Config, rank: int, replay: bool = True) -> Stepped:
+    """Step `rank` of a resolved recipe: new weights go out, one training step, and what is still under way ends."""
+    started = time.process_time()
+    torch.set_num_threads(1)
+    gc.freeze()
+    try:
+        return _step(cfg, rank, replay, started)
+    except NotAlike:
+        return _step(cfg, rank, False, started)
+    finally:
+        gc.unfreeze()
+
+
+def _step(cfg: Config, rank: int, replay: bool, started: float) -> Stepped:
+    live = LiveBytes()
+
+    def comm(state: ParallelState) -> RecordingComm:
+        return RecordingComm(state, live)
+
+    with watching_resizes(live), fake_rank(cfg, rank, comm, live) as engine:
+        door = engine.comm
+        assert isinstance(door, RecordingComm)
+        gc.collect()  # what was there before is frozen: quick
+        static = live.now
+        batches = fake_batches(engine)
+        door.stages = tuple(stage.layout.index for stage in engine.stages)
+        passes = Replay(engine, len(batches)) if replay and len(batches) > FIRST + 1 else None
+        errors = _run(engine, door, batches)
+        program = door.recorder.program()
+        queues = dict(door.queues)
+        errors += _left_alone(live, program) + [
+            f"never waits for the end of {program.where(n)}" for n in program.never_waited()
+        ]
+        end = live.now
+    return Stepped(
+        rank=rank,
+        program=program,
+        queues=queues,
+        errors=list(dict.fromkeys(errors)),
+        static_bytes=static,
+        most_bytes=live.most,
+        at=live.at,
+        end_bytes=end,
+        skipped=passes.skipped if passes else 0,
+        seconds=time.process_time() - started,
+        peak_rss=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    )
+
+
+def _run(engine: Engine, door: RecordingComm, batches: list[Any]) -> list[str]:
+    """A closed round: the step begins with the gathers that the one before has left, and what it leaves is waited for."""
+
+    def labelled(function: Callable, label: str) -> Callable:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            door.label(label)
+            return function(*args, **kwargs)
+
+        return call
+
+    buffers, optimizer = engine.buffers, engine.optimizer
+    buffers.finish = labelled(buffers.finish, "end of the backward passes")  # type: ignore[method-assign]
+    optimizer.step = labelled(optimizer.step, "optimizer step")  # type: ignore[method-assign]
+    door.label("before the step")
+    try:
+        with torch.no_grad():
+            buffers.publish()
+        engine.train_step(batches, engine.cfg.optim.lr)
+        door.label("after the step")
+        engine.settle()
+    except (RuntimeError, AssertionError, KeyError) as e:
+        if isinstance(e, NotAlike):
+            raise
+        line = str(e).splitlines()[0] if str(e) else type(e).__name__
+        return [f"stops in {door.live.label}: {line}"]
+    return []
+
+
+def _left_alone(live: LiveBytes, program: Program) -> list[str]:
+    faults = dict.fromkeys(live.faults)
+    return [f"did not wait for {program.calls[code]} ({program.calls[code].site}) before its tensor was {how}" for code, how in faults]
