@@ -222,13 +222,18 @@ class FlatBuffers:
         if bucket.whole is None:
             bucket.whole = torch.zeros(bucket.hi - bucket.lo, dtype=self.grads.dtype, device=self.grads.device)
         with torch.no_grad():
-            write(bucket.whole[at].view(spec.shard.local))
+            write(self._gradient(bucket, spec, at))
         bucket.counts[spec.name] += 1
         if all(bucket.counts[s.name] >= s.uses * each for s in bucket.specs):
             for s in bucket.specs:  # not cleared: with several passes under way one parameter may be ahead of another
                 bucket.counts[s.name] -= s.uses * each
             bucket.reductions += 1
             self._reduce(bucket)
+
+    def _gradient(self, bucket: Bucket, spec: ParamSpec, at: slice) -> torch.Tensor:
+        """Where a parameter's gradient lies."""
+        assert bucket.whole is not None
+        return bucket.whole[at].view(spec.shard.local)
 
     def _from_autograd(self, param: torch.Tensor) -> None:
         grad, param.grad = param.grad, None

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed.fsdp._fully_shard import _fsdp_param
@@ -18,17 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from megakit.verify.places import call_site
-
-
-class Moment(NamedTuple):
-    """A moment of a step."""
-
-    label: str = ""
-    """F3, B3c1, optimizer."""
-    operation: str = ""
-    """Of torch."""
-    site: str = ""
-    """The line of the engine that was running."""
+from megakit.verify.stepped import Moment
 
 
 @dataclass(frozen=True)
@@ -156,7 +146,7 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     size = tensor.element_size()
     lo = tensor.storage_offset()
     hi = lo + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride())) + 1
-    return lo * size, hi * size
+    return int(lo) * size, int(hi) * size
 
 
 def _writes(func: Any, args: Any, kwargs: Any, tensor: torch.Tensor) -> bool:

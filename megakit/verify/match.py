@@ -23,9 +23,7 @@ def _meanings(program: Program, queue: str) -> list[Meaning]:
 
 
 def _collectives(job: Job) -> Iterator[str]:
-    sequences = [
-        {queue: tuple(_meanings(p, queue)) for queue in p.queues if queue in p.collectives} for p in job.programs
-    ]
+    sequences = [{queue: tuple(_meanings(p, queue)) for queue in p.queues if queue in p.collectives} for p in job.programs]
     # how many ranks of the whole job do it so: in a group of two it names the culprit
     usual = Counter((queue, seq) for index in job.of for queue, seq in sequences[index].items())
     seen = set()
@@ -47,9 +45,7 @@ def _collectives(job: Job) -> Iterator[str]:
             yield _difference(job, queue, members, ranks, reference, tie)
 
 
-def _difference(
-    job: Job, queue: str, members: Sequence[int], ranks: list[int], reference: int, tie: bool
-) -> str:
+def _difference(job: Job, queue: str, members: Sequence[int], ranks: list[int], reference: int, tie: bool) -> str:
     """Where `ranks`, that do the same, leave the sequence of `reference`."""
     mine, theirs = job.program(ranks[0]), job.program(reference)
     a, b = _meanings(mine, queue), _meanings(theirs, queue)
@@ -59,8 +55,13 @@ def _difference(
     here = mine.where(mine.collectives[queue][k]) if k < len(a) else "nothing more"
     there = theirs.where(theirs.collectives[queue][k]) if k < len(b) else "nothing more"
     doubt = "; as many ranks do the one as the other" if tie else ""
-    plural = "" if len(ranks) > 1 else "s"
-    what = {"skip": f"skip{plural}", "extra": f"{'have' if len(ranks) > 1 else 'has'} one too many:"}.get(_kind(a, b, k), "differ" + plural + " at")
+    many = len(ranks) > 1
+    verbs = {
+        "skip": ("skips", "skip"),
+        "extra": ("has one too many:", "have one too many:"),
+        "other": ("differs at", "differ at"),
+    }
+    what = verbs[_kind(a, b, k)][many]
     return f"{group}: {who} {what} operation {k}: {here}; rank {reference} does {there}{doubt}"
 
 

@@ -27,7 +27,8 @@ from megakit.verify.match import mismatches
 from megakit.verify.simulate import NAMES, deadlocks
 
 if TYPE_CHECKING:
-    from megakit.verify.step import Stepped
+    from megakit.verify.program import Program
+    from megakit.verify.stepped import Stepped
 
 SHOWN = 40
 """Errors that are told; the others are counted."""
@@ -145,9 +146,7 @@ def prove(
     for rank, lines in typed.items():
         notes += [f"types of rank {rank}: {line.removeprefix(_UNTYPED)}" for line in lines if line.startswith(_UNTYPED)]
     errors += [
-        f"{_who(ranks)}: {line}"
-        for line, ranks in _by_line((r, e) for r, e in typed.items())
-        if not line.startswith(_UNTYPED)
+        f"{_who(ranks)}: {line}" for line, ranks in _by_line((r, e) for r, e in typed.items()) if not line.startswith(_UNTYPED)
     ]
     if len(errors) > SHOWN:
         errors = [*errors[:SHOWN], f"and {len(errors) - SHOWN} more"]
@@ -203,7 +202,7 @@ def _workers(processes: int) -> Iterator[Callable[[Sequence[Any]], Iterable[Any]
 
 def _job(grid: Grid, chosen: sample.Sample, stepped: dict[int, Stepped]) -> Job:
     index: dict[str, int] = {}
-    programs = []
+    programs: list[Program] = []
     for rank in sorted(stepped):
         program = stepped[rank].program
         if program.digest not in index:

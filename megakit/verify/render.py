@@ -20,7 +20,9 @@ def render(proof: Proof) -> RenderableType:
     if proof.proven:
         title = Text(f"Proven for {grid} = {counted(proof.world, 'rank')}", style="bold green")
     else:
-        title = Text(f"Not proven for {grid} = {counted(proof.world, 'rank')}: {counted(len(proof.errors), 'error')}", style="bold red")
+        title = Text(
+            f"Not proven for {grid} = {counted(proof.world, 'rank')}: {counted(len(proof.errors), 'error')}", style="bold red"
+        )
     parts: list[RenderableType] = [title]
     parts += [Text(f"Error: {error}", style="red") for error in proof.errors]
     parts += [_facts(proof), _peaks(proof)]
@@ -39,12 +41,16 @@ def _facts(proof: Proof) -> Table:
         f"{counted(len(proof.ranks_stepped), 'rank')} ({ranks_text(proof.ranks_stepped)}),"
         f" {counted(proof.micro_batches, 'micro-batch', 'es')} each{replayed}",
     )
-    table.add_row("matched", f"{counted(proof.events, 'event')} of {counted(proof.world, 'rank')}, {counted(proof.programs, 'program')}")
+    table.add_row(
+        "matched", f"{counted(proof.events, 'event')} of {counted(proof.world, 'rank')}, {counted(proof.programs, 'program')}"
+    )
     if proof.semantics:
         table.add_row("all ranks end", "\n".join(proof.semantics))
     if proof.types_checked:
         table.add_row("gradients", f"each reduced once over each axis, by types (rank {ranks_text(proof.types_checked)})")
-    table.add_row("took", f"{proof.seconds:.0f} s, {proof.cpu_seconds:.0f} s of CPU, {proof.worker_bytes / GIB:.2f} GiB per process")
+    table.add_row(
+        "took", f"{proof.seconds:.0f} s, {proof.cpu_seconds:.0f} s of CPU, {proof.worker_bytes / GIB:.2f} GiB per process"
+    )
     return table
 
 

@@ -53,7 +53,7 @@ def stage_ranks(grid: Grid) -> list[int]:
 
 def places(n: int) -> list[int]:
     """First, middle and last of an axis."""
-    return sorted({0, n // 2, n - 1})
+    return sorted({0, _middle(n), _last(n)})
 
 
 def first_round(cfg: Config, grid: Grid) -> list[int]:
@@ -62,9 +62,21 @@ def first_round(cfg: Config, grid: Grid) -> list[int]:
         return list(range(grid.world))
     out = stage_ranks(grid)
     for stage in sorted(set(kinds(cfg).values())):
-        out += [_at(grid, stage, {axis: getattr(grid, axis) - 1 for axis in AXES})]
-        out += [_at(grid, stage, {axis: getattr(grid, axis) // 2 for axis in AXES})]
+        out += _others(grid, stage)
     return sorted(set(out))
+
+
+def _last(n: int) -> int:
+    return n - 1
+
+
+def _middle(n: int) -> int:
+    return n // 2
+
+
+def _others(grid: Grid, stage: int) -> list[int]:
+    """The ranks of a stage at the last and at a middle place of every axis."""
+    return [_at(grid, stage, {axis: at(getattr(grid, axis)) for axis in AXES}) for at in (_last, _middle)]
 
 
 def _at(grid: Grid, stage: int, place: Mapping[str, int]) -> int:
@@ -80,8 +92,7 @@ def choose(cfg: Config, grid: Grid, step: Step) -> Sample:
     axes: dict[int, list[str]] = {}
     for kind in sorted(set(kind_of.values())):
         base = done[_at(grid, kind, {})]
-        corners = [_at(grid, kind, {axis: at(getattr(grid, axis)) for axis in AXES}) for at in (lambda n: n - 1, lambda n: n // 2)]
-        if all(done[r] == base for r in corners):
+        if all(done[r] == base for r in _others(grid, kind)):
             continue
         single = {axis: [_at(grid, kind, {axis: i}) for i in places(getattr(grid, axis))] for axis in AXES}
         done = step(r for ranks in single.values() for r in ranks)
@@ -103,4 +114,4 @@ def _combinations(grid: Grid, axes: list[str]) -> list[dict[str, int]]:
 
 
 def _nearest(place: int, n: int) -> int:
-    return place if place in (0, n - 1) else n // 2
+    return place if place in (0, _last(n)) else _middle(n)

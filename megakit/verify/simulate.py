@@ -119,9 +119,7 @@ class Simulation:
     def members(self, rank: int, queue: str) -> tuple[int, ...]:
         """Of its group, those that are simulated."""
         if (rank, queue) not in self._members:
-            self._members[rank, queue] = tuple(
-                dict.fromkeys(self.stands_for[r] for r in self.job.members(rank, queue))
-            )
+            self._members[rank, queue] = tuple(dict.fromkeys(self.stands_for[r] for r in self.job.members(rank, queue)))
         return self._members[rank, queue]
 
     def _run(self, rank: int) -> None:

@@ -6,7 +6,6 @@ import gc
 import resource
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,36 +13,12 @@ import torch
 from megakit.config.schema import Config
 from megakit.parallel.grid import ParallelState
 from megakit.train.engine import Engine
-from megakit.verify.live import LiveBytes, Moment, watching_resizes
+from megakit.verify.live import LiveBytes, watching_resizes
 from megakit.verify.program import Program
 from megakit.verify.record import RecordingComm
 from megakit.verify.replay import FIRST, NotAlike, Replay
+from megakit.verify.stepped import Stepped
 from megakit.verify.world import fake_batches, fake_rank
-
-
-@dataclass(frozen=True)
-class Stepped:
-    """What one rank did. It travels between processes."""
-
-    rank: int
-    program: Program
-    queues: dict[str, str]
-    """Name of each of its groups -> name of the first that has the same process group."""
-    errors: list[str]
-    static_bytes: int
-    """Tensors that live as long as the run: weights, gradients, masters, moments, as the buffers have them."""
-    most_bytes: int
-    """Of tensors alive at once, static ones included."""
-    at: Moment
-    end_bytes: int
-    """Alive when the step has ended."""
-    skipped: int
-    """Passes that were replayed, not run."""
-    type_errors: list[str] = field(default_factory=list)
-    typed: bool = False
-    seconds: float = 0.0
-    peak_rss: int = 0
-    """Bytes of the process that stepped it."""
 
 
 def step(cfg: Config, rank: int, replay: bool = True) -> Stepped:
@@ -76,9 +51,7 @@ def _step(cfg: Config, rank: int, replay: bool, started: float) -> Stepped:
         errors = _run(engine, door, batches)
         program = door.recorder.program()
         queues = dict(door.queues)
-        errors += _left_alone(live, program) + [
-            f"never waits for the end of {program.where(n)}" for n in program.never_waited()
-        ]
+        errors += _left_alone(live, program) + [f"never waits for the end of {program.where(n)}" for n in program.never_waited()]
         end = live.now
     return Stepped(
         rank=rank,
@@ -125,4 +98,6 @@ def _run(engine: Engine, door: RecordingComm, batches: list[Any]) -> list[str]:
 
 def _left_alone(live: LiveBytes, program: Program) -> list[str]:
     faults = dict.fromkeys(live.faults)
-    return [f"did not wait for {program.calls[code]} ({program.calls[code].site}) before its tensor was {how}" for code, how in faults]
+    return [
+        f"did not wait for {program.calls[code]} ({program.calls[code].site}) before its tensor was {how}" for code, how in faults
+    ]

@@ -171,3 +171,5 @@ FAULTS = {
         swapped_sends,
     )
 }
+MESSAGES = ("lost_message", "wrong_message_shape", "swapped_sends")
+"""Those of sends and receives."""
