@@ -8,43 +8,16 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass, field
 
+from megakit.config.arguments import Help, parse, reported
 from megakit.config.schema import Config
-from megakit.errors import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED, Refused, Stop
+from megakit.errors import EXIT_DONE
 
-USAGE = "python -m megakit.pretrain +recipe=NAME [KEY=VALUE ...] [--config-dir DIR | --config-file FILE]"
-
-
-@dataclass
-class Arguments:
-    """The command line."""
-
-    overrides: list[str] = field(default_factory=list)
-    config_dir: str | None = None
-    config_file: str | None = None
-    help: bool = False
-
-
-def parse(argv: list[str]) -> Arguments:
-    """Options and overrides in any order. Raises Refused."""
-    out, words = Arguments(), list(argv)
-    while words:
-        word = words.pop(0)
-        option, equals, value = word.partition("=")
-        if word in ("-h", "--help"):
-            out.help = True
-        elif option in ("--config-dir", "--config-file"):
-            if not equals and not words:
-                raise Refused(f"{option} has no value: use {option} PATH")
-            setattr(out, option[2:].replace("-", "_"), value if equals else words.pop(0))
-        elif word.startswith("-"):
-            raise Refused(
-                f"{word} is not an option: there are --help, --config-dir and --config-file; keys are given as KEY=VALUE"
-            )
-        else:
-            out.overrides.append(word)
-    return out
+HELP = Help(
+    "python -m megakit.pretrain +recipe=NAME [KEY=VALUE ...] [--config-dir DIR | --config-file FILE]",
+    "Train a language model as a recipe says; any key of it can be set on the command line.",
+    exit_codes="0 done, 1 failed, 2 refused, 3 not finite, 74 storage failed, 75 saved on request: start again",
+)
 
 
 def run(argv: list[str]) -> int:
@@ -53,7 +26,7 @@ def run(argv: list[str]) -> int:
     if args.help:
         from megakit.config.terminal import print_help
 
-        print_help(USAGE, args.overrides, args.config_dir)
+        print_help(HELP, args.overrides, args.config_dir)
         return EXIT_DONE
     from megakit.config.compose import compose
     from megakit.config.shrink import shrink
@@ -93,12 +66,7 @@ def _local_world(cfg: Config) -> int | None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run, and say in one line why it was refused or stopped."""
-    try:
-        return run(sys.argv[1:] if argv is None else argv)
-    except Stop as stop:
-        label = {EXIT_REFUSED: "refused", EXIT_FAILED: "failed"}.get(stop.code, "stopped")
-        print(f"megakit: {label}: {' '.join(str(stop).split())}", file=sys.stderr)
-        return stop.code
+    return reported(run, argv)
 
 
 if __name__ == "__main__":

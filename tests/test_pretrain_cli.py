@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import subprocess
 import sys
 import types
@@ -44,13 +43,9 @@ def megakit(*args: str, cwd: Path = REPO) -> subprocess.CompletedProcess[str]:
         ([], 2),
     ],
 )
-def test_takes_under_a_second_and_no_torch(args: list[str], code: int):
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+def test_needs_no_torch(args: list[str], code: int):
     done = subprocess.run([sys.executable, "-c", PROBE, *args], capture_output=True, text=True, cwd=REPO, timeout=60)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == code, done.stderr
-    # CPU time: what the command costs, whatever else the machine is doing
-    assert after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime < 1.0
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from megakit.config import keys
+from megakit.config.arguments import COMMON, Help
 from megakit.config.compose import group_files, recipe_summaries, user_folder
 from megakit.config.keys import MISSING, Key, schema_keys, show
 from megakit.errors import Refused
@@ -57,7 +58,7 @@ def console() -> Console:
     return out if out.is_terminal else Console(highlight=False, width=PIPED_WIDTH)
 
 
-def print_help(usage: str, topics: list[str], config_dir: str | None = None) -> None:
+def print_help(help: Help, topics: list[str], config_dir: str | None = None) -> None:
     """The recipes and the most used keys; with `topics` (group or key names), all keys that contain one of them."""
     out = console()
     if topics:
@@ -68,8 +69,8 @@ def print_help(usage: str, topics: list[str], config_dir: str | None = None) -> 
             )
         out.print(_keys(chosen))
         return
-    out.print(f"[bold]{escape(usage)}[/]\n", soft_wrap=True)
-    out.print("Train a language model as a recipe says; any key of it can be set on the command line.\n")
+    out.print(f"[bold]{escape(help.usage)}[/]\n", soft_wrap=True)
+    out.print(f"{help.purpose}\n")
     out.print(_recipes(recipe_summaries(config_dir)))
     out.print(_keys(schema_keys()[name] for name in MOST_USED))
     files = group_files(user_folder(config_dir))
@@ -77,10 +78,9 @@ def print_help(usage: str, topics: list[str], config_dir: str | None = None) -> 
     out.print(f"Exchange a part of the recipe: {parts}\n")
     options = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for option, meaning in (
-        ("--config-dir DIR", "read also your own DIR/recipe/NAME.yaml, DIR/model/NAME.yaml, ..."),
-        ("--config-file FILE", "run a whole configuration, such as config.yaml of a run folder, in place of a recipe"),
+        *((f"{o.name} {o.value or ''}", o.meaning) for o in (*help.options, *COMMON)),
         ("--help GROUP", "all keys of a group: " + ", ".join(g for g in keys.group_docs() if "." not in g)),
-        ("exit codes", "0 done, 1 failed, 2 refused, 3 not finite, 74 storage failed, 75 saved on request: start again"),
+        ("exit codes", help.exit_codes),
     ):
         options.add_row(f"[cyan]{option}[/]", meaning)
     out.print(options)

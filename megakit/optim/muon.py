@@ -20,13 +20,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 
 from megakit.config import algorithms
 from megakit.config.schema import OptimConfig
+from megakit.optim.dealing import Matrix, rounds
 from megakit.parallel.comm import Comm
 from megakit.parallel.zero import Shard
 
@@ -48,58 +48,6 @@ def orthogonalise(matrix: torch.Tensor, steps: int) -> torch.Tensor:
     return x.T if tall else x
 
 
-def cost(rows: int, cols: int) -> int:
-    """Multiplications of one iteration."""
-    short, long = min(rows, cols), max(rows, cols)
-    return 2 * short * short * long + short**3
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """A weight, or a part of a fused one, that is orthogonalised as one."""
-
-    shard: Shard
-    begin: int
-    """Where this tp rank's part of it begins in the bucket; it is contiguous."""
-    rows: int
-    """Of this tp rank's part."""
-    cols: int
-    cut: int
-    """The dim that tp cuts."""
-    tp: int
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Of the whole matrix."""
-        return (self.rows * self.tp, self.cols) if self.cut == 0 else (self.rows, self.cols * self.tp)
-
-    @property
-    def numel(self) -> int:
-        """Of this tp rank's part."""
-        return self.rows * self.cols
-
-    def piece(self, rank: int) -> slice:
-        """What rank `rank` of dp_shard holds of this part, in its shard; may be empty."""
-        n = len(self.shard.master)
-        lo, hi = (min(max(at - rank * n, 0), n) for at in (self.begin, self.begin + self.numel))
-        return slice(lo, hi)
-
-    def held(self, rank: int) -> int:
-        """Elements of `piece`."""
-        piece = self.piece(rank)
-        return piece.stop - piece.start
-
-
-def matrices(shards: Sequence[Shard], tp: int) -> Iterator[Matrix]:
-    """All matrices that the ranks of dp_shard x tp hold together, in the order of the buckets; the same on each of them."""
-    for shard in shards:
-        for part in shard.bucket:
-            spec = part.spec.shard
-            cut = 0 if spec.local[1] == spec.shape[1] else 1
-            for box in spec.boxes:
-                yield Matrix(shard, part.first + box.row * spec.local[1], box.size[0], spec.local[1], cut, tp)
-
-
 class Muon:
     """The matrices of the shards; Newton-Schulz runs in `dtype`, and so do its messages."""
 
@@ -111,10 +59,7 @@ class Muon:
         self.states = {"momentum": {shard: torch.zeros_like(shard.master) for shard in shards}}
         self._dp = shards[0].ranks
         self._tp = comm.size("tp")
-        ranks = self._dp * self._tp
-        found = sorted(matrices(shards, self._tp), key=lambda m: -cost(*m.shape))
-        self.rounds: list[list[Matrix]] = [found[i : i + ranks] for i in range(0, len(found), ranks)]
-        """The k-th matrix of a round is that of the rank with place k // TP in dp_shard and k % TP in tp."""
+        self.rounds = rounds(shards, self._dp, self._tp)
 
     def step(self, lr: float, update: int) -> None:
         for shard, momentum in self.states["momentum"].items():
@@ -123,7 +68,7 @@ class Muon:
         for matrices_of_round in self.rounds:
             self._round(matrices_of_round, lr)
 
-    def _round(self, found: list[Matrix], lr: float) -> None:
+    def _round(self, found: list[Matrix[Shard]], lr: float) -> None:
         """Orthogonalise one matrix on each rank, and step its weights wherever they are."""
         dp = self.comm.index("dp_shard") if self._dp > 1 else 0
         owned_by = [found[d * self._tp : (d + 1) * self._tp] for d in range(self._dp)]
@@ -140,13 +85,13 @@ class Muon:
             factor = lr * matrix.shard.group.lr * 0.2 * math.sqrt(max(matrix.shape))
             matrix.shard.master[matrix.piece(dp)].sub_(piece, alpha=factor)
 
-    def _direction(self, matrix: Matrix, dp: int) -> torch.Tensor:
+    def _direction(self, matrix: Matrix[Shard], dp: int) -> torch.Tensor:
         """This rank's piece of N."""
         at = matrix.piece(dp)
         momentum = self.states["momentum"][matrix.shard][at]
         return (matrix.shard.grad[at].lerp(momentum, self._momentum) if self._nesterov else momentum).to(self._dtype)
 
-    def _orthogonal(self, found: list[Matrix], parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _orthogonal(self, found: list[Matrix[Shard]], parts: list[torch.Tensor]) -> list[torch.Tensor]:
         """This tp rank's flat parts of up to TP matrices, of which the k-th tp rank owns the k-th -> those of the results."""
         tp, place = self._tp, self.comm.index("tp")
         mine = found[place] if place < len(found) else None

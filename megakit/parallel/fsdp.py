@@ -7,7 +7,7 @@ embedding and head, is kept from one to the other.
 
 Gradients come from autograd, there is no sink: a layer's weight gradient of one micro-batch is in compute precision. They
 accumulate in fp32: unsharded, 4 bytes per parameter, with one reduce-scatter per step; or, if `reduce_each`, sharded, with
-one reduce-scatter per micro-batch. traffic.py has the bytes of a step.
+one reduce-scatter per micro-batch. planner/traffic.py has the bytes of a step.
 
 All communication passes comm.py: `fully_shard` is given our collectives, and hybrid sharding is its all-reduce hook over
 dp_replicate. It waits for each collective at once; on a GPU it overlaps them by streams of its own, on gloo not at all.
@@ -22,10 +22,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from megakit.parallel.buckets import Part
 from megakit.parallel.comm import Comm
 from megakit.parallel.shard import ParamSpec
 from megakit.parallel.weights import Source
-from megakit.parallel.zero import Part, Shard, fill
+from megakit.parallel.zero import Shard, fill
 
 Place = tuple[nn.Module, str]
 """A module and the name of its attribute."""

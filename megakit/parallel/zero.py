@@ -25,34 +25,20 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from megakit.parallel.buckets import BucketLayout, Part, fill_buckets
 from megakit.parallel.comm import Comm, Handle
 from megakit.parallel.shard import ParamGroup, ParamSpec
 from megakit.parallel.weights import Source
-
-ALIGN = 64
-"""Elements to which a cut of a bucket is aligned: 128 bytes in bf16."""
 
 IN_FLIGHT = 2
 """Reduce-scatters of level 2 under way at once: each holds a whole bucket's gradient."""
 
 Boxes = dict[str, tuple[tuple[int, ...], list[tuple[tuple[int, ...], torch.Tensor]]]]
 """{name: (global shape, [(start, tensor)])}"""
-
-
-class Part(NamedTuple):
-    """The elements of one parameter in a shard."""
-
-    spec: ParamSpec
-    first: int
-    """Where they begin in the shard."""
-    lo: int
-    hi: int
-    """Their range in the parameter's flat local tensor."""
 
 
 @dataclass(eq=False)
@@ -72,20 +58,16 @@ class Shard:
     grad: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     """fp32 [n]; after `finish()` the gradient of the sum of the global batch's loss."""
 
+    @property
+    def size(self) -> int:
+        """n."""
+        return len(self.master)
+
 
 @dataclass(eq=False)
-class Bucket:
-    """A range of the flat buffer that is reduced in one message."""
+class Bucket(BucketLayout):
+    """A bucket at work."""
 
-    lo: int
-    hi: int
-    chunk: int
-    group: ParamGroup
-    late: tuple[str, ...]
-    replicated: bool
-    """Over tp. Such parameters have buckets of their own, alike on all tp ranks: a sum over dp adds in an order that depends
-    on the place in the message, and their copies must stay equal to the bit."""
-    specs: list[ParamSpec] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     """Contributions since the last reduction, by parameter."""
     reductions: int = 0
@@ -105,31 +87,6 @@ class Bucket:
     def cut(self) -> slice:
         """This rank's part in `whole`."""
         return slice(self.mine.start - self.lo, self.mine.stop - self.lo)
-
-
-def _fill_buckets(chunks: Sequence[dict[str, ParamSpec]], unit: int, bucket_size: int) -> tuple[list[Bucket], dict[str, int]]:
-    """Place parameters -> buckets, and the offset of each parameter in the flat buffer."""
-    segments: dict[tuple, list[ParamSpec]] = {}
-    for chunk in reversed(range(len(chunks))):
-        for spec in list(chunks[chunk].values())[::-1]:
-            segments.setdefault((chunk, spec.group, spec.late, spec.replicated), []).append(spec)
-    buckets: list[Bucket] = []
-    offset, at = {}, 0
-    for key in sorted(segments, key=lambda k: (bool(k[2]), -k[0], k)):  # late ones last
-        fresh = True
-        for spec in segments[key]:
-            if fresh or at - buckets[-1].lo >= bucket_size:
-                at = math.ceil(at / unit) * unit
-                if buckets:
-                    buckets[-1].hi = at
-                buckets.append(Bucket(at, at, *key))
-                fresh = False
-            offset[spec.name] = at
-            at += spec.shard.numel
-            buckets[-1].specs.append(spec)
-            buckets[-1].hi = at
-    buckets[-1].hi = math.ceil(at / unit) * unit
-    return buckets, offset
 
 
 class FlatBuffers:
@@ -157,7 +114,8 @@ class FlatBuffers:
         self.level = level if ranks > 1 else 0
         self.microbatches = 0
         cut = ranks if self.level else 1
-        self.buckets, self._offset = _fill_buckets(chunks, comm.size("dp_cp") * ALIGN, bucket_size)
+        layouts, self._offset = fill_buckets(chunks, comm.size("dp_cp"), bucket_size)
+        self.buckets = [Bucket(**vars(layout)) for layout in layouts]
         size = self.buckets[-1].hi
         self.flat = torch.zeros(size, dtype=dtype, device=device)
         home = 0
@@ -193,9 +151,8 @@ class FlatBuffers:
 
     def _shard(self, bucket: Bucket) -> Shard:
         master = self.flat[bucket.mine] if self._masters is None else self._masters[bucket.home]
-        whole = [Part(spec, self._offset[spec.name] - bucket.lo, 0, spec.shard.numel) for spec in bucket.specs]
         owned, ranks = bucket.specs[0].owner and self._replica == 0, self.comm.size("dp_shard") if self.level else 1
-        return Shard(master, list(self._parts(bucket)), bucket.group, owned, whole, ranks)
+        return Shard(master, list(self._parts(bucket)), bucket.group, owned, bucket.parts(), ranks)
 
     def _parts(self, bucket: Bucket) -> Iterable[Part]:
         for spec in bucket.specs:

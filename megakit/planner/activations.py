@@ -20,8 +20,7 @@ from megakit.modeling.balance import head_dim
 from megakit.modeling.layout import StageLayout, recomputed_layers
 from megakit.parallel.pipeline.schedule import Op
 from megakit.parallel.shard import ShardSpec
-
-BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+from megakit.planner.widths import WEIGHT_BYTES
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ class _Sizes:
     def __init__(self, cfg: Config):
         m, tp = cfg.model, cfg.parallel.tp
         self.cfg, self.model = cfg, m
-        self.width = BYTES[cfg.train.precision]
+        self.width = WEIGHT_BYTES[cfg.train.precision]
         self.S, self.B, self.H = cfg.train.seq_len // cfg.parallel.cp, cfg.train.micro_batch_size, m.hidden_size
         self.s = self.S // tp if cfg.parallel.sequence_parallel else self.S
         self.N, self.G, self.D = m.num_attention_heads // tp, m.num_query_groups // tp, head_dim(m)

@@ -7,7 +7,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from megakit.planner.plan import GIB, Plan, StagePlan, counted
+from megakit.planner.notes import counted
+from megakit.planner.plan import Plan
+from megakit.planner.stage import StagePlan
+from megakit.planner.widths import GIB
 
 MIB = 2**20
 

@@ -7,9 +7,11 @@ import torch
 from torch.optim._muon import _zeropower_via_newtonschulz as of_torch
 
 from megakit.config.schema import OptimConfig
-from megakit.optim.muon import COEFFICIENTS, EPS, Muon, matrices, orthogonalise
+from megakit.optim.dealing import matrices
+from megakit.optim.muon import COEFFICIENTS, EPS, Muon, orthogonalise
+from megakit.parallel.buckets import Part
 from megakit.parallel.shard import ParamGroup, ParamSpec, ShardSpec
-from megakit.parallel.zero import Part, Shard
+from megakit.parallel.zero import Shard
 
 SHAPES = [(16, 16), (16, 40), (40, 16), (1, 8), (176, 64)]
 

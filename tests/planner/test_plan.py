@@ -14,8 +14,9 @@ from megakit.config.compose import compose, group_files
 from megakit.config.schema import Config
 from megakit.errors import Refused
 from megakit.modeling.layout import parameter_count, split_layers
-from megakit.planner.plan import GIB, Plan, make_plan, to_json
+from megakit.planner.plan import Plan, make_plan, to_json
 from megakit.planner.render import ranks_text, render
+from megakit.planner.widths import GIB
 from tests.config.tiny import tiny
 
 LLAMA3_8B = [
@@ -253,7 +254,7 @@ def test_the_plan_is_json_and_fits_100_columns(recipe: str):
 
 
 def held(cfg: Config) -> tuple[int, int, int, int]:
-    """On one rank: bytes of the real parameters, gradients and optimizer states; the padding allowed for the last."""
+    """On one rank: bytes of the real parameters, gradients and optimizer states, and of all the buffers they lie in."""
     from datetime import timedelta
 
     import torch
@@ -268,11 +269,12 @@ def held(cfg: Config) -> tuple[int, int, int, int]:
     parameters = list(engine.buffers.parameters.values())
     moments = [t for flat in engine.optimizer.states.values() for t in flat.values()]
     masters = [] if cfg.train.precision == "fp32" else [shard.master for shard in engine.buffers.shards]
+    buffers = [engine.buffers.flat, engine.buffers.grads, *moments, *masters]
     return (
         sum(t.numel() * t.element_size() for t in parameters),
         4 * sum(t.numel() for t in parameters),
         sum(t.numel() * t.element_size() for t in [*moments, *masters]),
-        len(engine.buffers.buckets) * 64 * (p.dp or 1) * 12,
+        sum(t.numel() * t.element_size() for t in buffers),
     )
 
 
@@ -292,9 +294,10 @@ def test_planned_bytes_are_those_of_the_real_tensors(pools, overrides: list[str]
     real = pools(4).run(held, cfg)
     for stage in plan.stages:
         for lo, hi in stage.ranks:
-            for weights, gradients, optimizer, padding in real[lo : hi + 1]:
+            for weights, gradients, optimizer, all_buffers in real[lo : hi + 1]:
                 assert (weights, gradients) == (stage.weight_bytes, stage.gradient_bytes)
-                assert stage.optimizer_bytes <= optimizer <= stage.optimizer_bytes + padding
+                assert stage.optimizer_bytes <= optimizer  # the rest is padding
+                assert all_buffers == stage.state_bytes == sum(line.bytes for line in stage.states)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ import yaml
 from megakit.config.compose import RECIPES, compose, group_files, recipe_summaries
 from megakit.config.rules import resolve, total_steps
 from megakit.modeling.layout import parameter_count
-from megakit.planner.plan import GIB, make_plan
+from megakit.planner.plan import make_plan
+from megakit.planner.widths import GIB
 
 NAMES = group_files()["recipe"]
 

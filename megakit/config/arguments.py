@@ -1,0 +1,93 @@
+"""The command line that all commands share: overrides, --config-dir, --config-file, --help, and options of their own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from megakit.errors import EXIT_FAILED, EXIT_REFUSED, Refused, Stop
+
+
+class Option(NamedTuple):
+    """An option of a command."""
+
+    name: str
+    """--report"""
+    value: str | None
+    """What it takes, as FILE; None: it is given or not."""
+    meaning: str
+
+
+COMMON = (
+    Option("--config-dir", "DIR", "read also your own DIR/recipe/NAME.yaml, DIR/model/NAME.yaml, ..."),
+    Option("--config-file", "FILE", "run a whole configuration, such as config.yaml of a run folder, in place of a recipe"),
+)
+
+
+class Help(NamedTuple):
+    """What --help says of a command."""
+
+    usage: str
+    purpose: str
+    exit_codes: str
+    options: Sequence[Option] = ()
+    """Of its own."""
+
+
+@dataclass
+class Arguments:
+    """What was given."""
+
+    overrides: list[str] = field(default_factory=list)
+    values: dict[str, str] = field(default_factory=dict)
+    """By option; "" for one that takes no value."""
+    help: bool = False
+
+    @property
+    def config_dir(self) -> str | None:
+        return self.values.get("--config-dir")
+
+    @property
+    def config_file(self) -> str | None:
+        return self.values.get("--config-file")
+
+
+def parse(argv: Sequence[str], options: Sequence[Option] = ()) -> Arguments:
+    """Options and overrides in any order. Raises Refused."""
+    known = {option.name: option for option in (*COMMON, *options)}
+    out, words = Arguments(), list(argv)
+    while words:
+        word = words.pop(0)
+        name, equals, value = word.partition("=")
+        if word in ("-h", "--help"):
+            out.help = True
+        elif name in known:
+            out.values[name] = _value(known[name], equals, value, words)
+        elif word.startswith("-"):
+            there = ", ".join(["--help", *known])
+            raise Refused(f"{word} is not an option: there are {there}; keys are given as KEY=VALUE")
+        else:
+            out.overrides.append(word)
+    return out
+
+
+def _value(option: Option, equals: str, value: str, words: list[str]) -> str:
+    if option.value is None:
+        if equals:
+            raise Refused(f"{option.name}={value}: {option.name} takes no value: use {option.name}")
+        return ""
+    if not equals and not words:
+        raise Refused(f"{option.name} has no value: use {option.name} {option.value}")
+    return value if equals else words.pop(0)
+
+
+def reported(run: Callable[[list[str]], int], argv: list[str] | None) -> int:
+    """The exit code of a command; why it was refused or stopped goes to standard error in one line."""
+    try:
+        return run(sys.argv[1:] if argv is None else argv)
+    except Stop as stop:
+        label = {EXIT_REFUSED: "refused", EXIT_FAILED: "failed"}.get(stop.code, "stopped")
+        print(f"megakit: {label}: {' '.join(str(stop).split())}", file=sys.stderr)
+        return stop.code

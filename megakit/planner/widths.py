@@ -1,0 +1,12 @@
+"""Bytes of an element, by what it is and the precision of the run. No torch here."""
+
+GIB = 2**30
+
+WEIGHT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+"""Also of activations."""
+GRADIENT_BYTES = {"fp32": 4, "bf16": 2}
+"""By the type that gradients are accumulated in."""
+MASTER_BYTES = {"bf16": 4, "fp16": 4, "fp32": 0}
+"""A fp32 master where the weights aren't fp32 themselves; under ZeRO 3 always, as its weights are gathered from them."""
+STATE_BYTES = 4
+"""Of each thing that an optimizer keeps, as a moment."""
