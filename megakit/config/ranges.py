@@ -131,6 +131,7 @@ RANGES: dict[str, Range] = {
     "cluster.gpu_memory_gib": POSITIVE,
     "cluster.peak_bf16_tflops": POSITIVE,
     "cluster.peak_fp32_tflops": POSITIVE,
+    "cluster.gpu_hour_price": POSITIVE,
     "cluster.memory_bandwidth_tb_s": POSITIVE,
     "cluster.nvlink_gb_s": POSITIVE,
     "cluster.network_gb_s": POSITIVE,

@@ -323,6 +323,8 @@ class ClusterConfig:
     """NVLink bandwidth of a GPU, GB/s in each direction."""
     network_gb_s: Optional[float] = None
     """Network bandwidth of a node per GPU, GB/s in each direction."""
+    gpu_hour_price: Optional[float] = None
+    """Price of a GPU-hour, in any currency: the plan says what the run costs; null: it doesn't."""
 
 
 @dataclass

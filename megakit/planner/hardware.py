@@ -12,6 +12,7 @@ import json
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from megakit.config.schema import ClusterConfig
 from megakit.errors import Refused
@@ -75,7 +76,7 @@ class Gpu:
 
     def of_cluster(self, cluster: ClusterConfig) -> Gpu:
         """This GPU with the numbers that a recipe gives in place of the documented ones."""
-        given = {
+        given: dict[str, Any] = {
             "memory_gib": cluster.gpu_memory_gib,
             "bf16_tflops": cluster.peak_bf16_tflops,
             "fp32_tflops": cluster.peak_fp32_tflops,

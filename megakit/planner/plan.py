@@ -17,9 +17,12 @@ from megakit.modeling.groups import check_patterns
 from megakit.modeling.layout import model_params, parameter_count
 from megakit.parallel.grid import Grid
 from megakit.parallel.pipeline import schedule
+from megakit.planner import hardware
+from megakit.planner.estimate import Estimate, estimated
 from megakit.planner.notes import batch_sizes, memory_notes, notes_of
 from megakit.planner.stage import StagePlan, make_table, stage_plans
 from megakit.planner.states import formula, micro_batches
+from megakit.planner.traffic import links
 
 HARDWARE = (
     "gpu_memory_gib",
@@ -84,6 +87,10 @@ class Plan:
     """How the bytes are counted."""
     excluded: str
     """What the bytes leave out."""
+    links: dict[str, str]
+    """By group of the grid, what its messages travel over: nvlink, network or unknown."""
+    estimate: Estimate | None
+    """Time and cost; None where the speed of cluster.name is not known."""
     notes: list[str]
     """What the user should know before starting."""
 
@@ -141,8 +148,15 @@ def make_plan(cfg: Config, world: int | None = None) -> Plan:
         worst_stage=max(stages, key=lambda s: s.total_bytes).index,
         formula=formula(cfg, grid),
         excluded="temporary and communication buffers, and a layer while it is recomputed",
+        links=links(grid, per_node, stages[0].ranks[0][0]),
+        estimate=_estimate(cfg, samples * t.seq_len),
         notes=[*notes_of(cfg, grid, stages, open_world), *memory_notes(original, world, stages)],
     )
+
+
+def _estimate(cfg: Config, tokens: int) -> Estimate | None:
+    gpu = hardware.catalogue().get(cfg.cluster.name)
+    return None if gpu is None else estimated(cfg, gpu.of_cluster(cfg.cluster), tokens)
 
 
 def to_json(plan: Plan) -> str:

@@ -205,6 +205,7 @@ PROOFS: dict[str, Changes | Refuses | Permits] = {
     "cluster.memory_bandwidth_tb_s": Changes(1, see.plan),
     "cluster.nvlink_gb_s": Changes(1, see.plan),
     "cluster.network_gb_s": Changes(1, see.plan),
+    "cluster.gpu_hour_price": Changes(2.0, see.plan, {"cluster.name": "h100"}),
     "ops.backend": Refuses("te", "not built yet"),
     "run.name": Changes("other", see.whole_run, RUN),
     "run.dir": Changes("elsewhere", see.whole_run, RUN),

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megakit.modeling.layout import split_layers, stage_params
+from megakit.parallel.buckets import ALIGN
 from megakit.parallel.weights import RandomSource
-from megakit.parallel.zero import ALIGN
 from tests.tiny import tiny
 from tests.train.parity import engine, micro_batches
 

@@ -11,7 +11,7 @@ from megakit.config.schema import Config
 from megakit.parallel.grid import Grid
 from megakit.planner.traffic import VOTES, Traffic, by_operation, links, step_traffic
 from tests.tiny import tiny
-from tests.train.features import FEATURES, Feature, config, layouts, world
+from tests.train.features import FEATURES, ZERO3, Feature, config, layouts, world
 from tests.train.parity import micro_batches, warmed_up
 
 Counts = dict[tuple[str, str], tuple[int, int]]
@@ -49,7 +49,7 @@ def test_every_message_of_a_step_is_planned(pools, feature: Feature):
     [
         {"dp": 2, "zero": 1, "train__precision": "bf16"},
         {"dp": 2, "zero": 2, "train__precision": "bf16", "train__grad_dtype": "bf16"},
-        {"dp": 4, "zero": 3, "zero_group": 2, "train__precision": "bf16"},
+        {**ZERO3, "dp": 4, "zero_group": 2, "train__precision": "bf16"},
         {"tp": 2, "dp": 2, "sequence_parallel": True, "recompute": "full", "recompute_layers": 1, "train__label_smoothing": 0.1},
         {"tp": 2, "cp": 2, "recompute": "selective", "cp_comm_type": "all_gather"},
         {"tp": 2, "pp": 2, "sequence_parallel": True, "schedule": "zb_h1", "model__tie_embeddings": True},

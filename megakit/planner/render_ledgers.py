@@ -1,0 +1,137 @@
+"""Traffic, time and cost of a plan on the terminal, and its ledgers line by line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from megakit.planner.estimate import GPU_HOURS_PER_FAILURE, STORAGE_GB_S_PER_NODE, Estimate
+from megakit.planner.plan import Plan
+from megakit.planner.stage import StagePlan
+from megakit.planner.traffic import AXES, Traffic
+from megakit.planner.widths import GIB
+
+GB = 1e9
+
+
+def resources(plan: Plan) -> RenderableType:
+    """What a step moves, takes and costs."""
+    stage = plan.stages[plan.worst_stage]
+    parts: list[RenderableType] = []
+    if stage.traffic:
+        where = f"stage {stage.index}" if len(plan.stages) > 1 else "each rank"
+        parts += [Text(f"Traffic of a step, {where}", style="bold"), _traffic(plan, stage)]
+    if plan.estimate is None:
+        parts.append(
+            Text(
+                f"Time: not estimated, the speed of cluster.name = {plan.cluster} is not known; choose a cluster, as cluster=h100"
+            )
+        )
+    else:
+        parts += [Text("Time of a step, by the time model", style="bold"), _time(plan.estimate), _run(plan, plan.estimate)]
+    return Group(*parts)
+
+
+def _traffic(plan: Plan, stage: StagePlan) -> Table:
+    table = _table("axis", "link", "messages", "GB sent", "what")
+    for axis, link, lines in _by_axis(plan, stage.traffic):
+        whats = dict.fromkeys(line.what.partition(":")[0] for line in sorted(lines, key=lambda t: -t.sent))
+        table.add_row(
+            axis, link, f"{sum(t.count for t in lines):,}", f"{sum(t.sent for t in lines) / GB:,.2f}", ", ".join(list(whats)[:3])
+        )
+    return table
+
+
+def _by_axis(plan: Plan, traffic: list[Traffic]) -> Iterator[tuple[str, str, list[Traffic]]]:
+    for axis in AXES:
+        of_axis = [t for t in traffic if t.axis == axis]
+        for link in dict.fromkeys(plan.links[t.group] for t in of_axis):
+            yield axis, link, [t for t in of_axis if plan.links[t.group] == link]
+
+
+def _time(estimate: Estimate) -> Table:
+    step = estimate.step
+    table = _table("part", "seconds", "share", "hidden")
+    exposed = [(f"communication, {axis}", s, step.hidden.get(axis, 0.0)) for axis, s in step.exposed.items()]
+    rows = [
+        ("matrix products", step.gemm, 0.0),
+        ("attention", step.attention, 0.0),
+        ("memory-bound", step.memory, 0.0),
+        *exposed,
+        ("pipeline bubble", step.bubble, 0.0),
+        ("optimizer", step.optimizer, 0.0),
+        ("stragglers", step.stragglers, 0.0),
+    ]
+    for name, seconds, hidden in rows:
+        if seconds or hidden:
+            table.add_row(name, f"{seconds:.3f}", f"{seconds / step.seconds:.1%}", f"{hidden:.3f}" if hidden else "")
+    table.add_row("step", f"{step.seconds:.3f}", "", "", style="bold")
+    return table
+
+
+def _run(plan: Plan, e: Estimate) -> Table:
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column()
+    table.add_row(
+        "speed",
+        f"{e.step.tokens_per_s_per_gpu:,.0f} tokens/s per GPU, {e.tokens_per_s:,.0f} of all;"
+        f" {e.step.flops_per_s_per_gpu / 1e12:,.0f} TFLOP/s per GPU",
+    )
+    table.add_row("MFU", f"{e.step.mfu:.1%} (attention counted in full), {e.step.causal_mfu:.1%} (causal half)")
+    cost = "" if e.cost is None else f", cost {e.cost:,.0f}"
+    table.add_row("run", f"{_days(e.days)} for {plan.tokens:,} tokens; {e.gpu_hours:,.0f} GPU-hours{cost}")
+    table.add_row(
+        "checkpoint",
+        f"{e.checkpoint_bytes / GB:,.1f} GB, {e.save_s:,.0f} s at {STORAGE_GB_S_PER_NODE:g} GB/s per node; every"
+        f" {e.checkpoint_minutes:,.0f} minutes loses least, with a failure in {GPU_HOURS_PER_FAILURE:,} GPU-hours",
+    )
+    return table
+
+
+def _days(days: float) -> str:
+    return f"{days:,.1f} days" if days >= 1 else f"{24 * days:.1f} hours" if days * 24 >= 1 else f"{1440 * days:.1f} minutes"
+
+
+def explained(plan: Plan) -> RenderableType:
+    """Every line of the ledgers of the stage with the most bytes."""
+    stage = plan.stages[plan.worst_stage]
+    memory = _table("states", "formula", "GiB", left=2)
+    for line in stage.states:
+        memory.add_row(line.name, line.formula, f"{line.bytes / GIB:.3f}")
+    kept = _table("kept of a micro-batch", "elements", "sizes", "GiB", left=3)
+    for chunk in stage.activations:
+        for item in chunk:
+            times = f"{item.count} x " if item.count > 1 else ""
+            sizes = f"{times}{' x '.join(map(str, item.shape))} x {item.width} B"
+            kept.add_row(item.name, item.formula, sizes, f"{item.bytes / GIB:.3f}")
+    traffic = _table("messages", "operation", "group", "count", "MB each", "GB sent", left=3)
+    for t in _joined(stage.traffic):
+        traffic.add_row(t.what, t.op, f"{t.group} ({t.ranks})", f"{t.count:,}", f"{t.bytes / 1e6:,.3f}", f"{t.sent / GB:,.3f}")
+    title = Text(f"\nLedgers of stage {stage.index}", style="bold")
+    return Group(
+        title, memory, kept, traffic, Text("Sent: of an all-reduce of B bytes over n ranks 2 (n-1)/n B, as a ring does it.")
+    )
+
+
+def _joined(traffic: list[Traffic]) -> list[Traffic]:
+    """Messages that differ in their number alone as one line."""
+    out: dict[tuple[str, str, str, int], Traffic] = {}
+    for t in traffic:
+        key = (t.what, t.op, t.group, t.bytes)
+        known = out.get(key)
+        out[key] = t if known is None else Traffic(t.what, t.op, t.group, t.ranks, known.count + t.count, t.bytes)
+    return list(out.values())
+
+
+def _table(*columns: str, left: int = 0) -> Table:
+    """Words in the first `left` columns, or in the first and the last; numbers elsewhere."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for i, name in enumerate(columns):
+        words = i < left if left else i < 1 or name in ("link", "what")
+        table.add_column(name, justify="left" if words else "right")
+    return table

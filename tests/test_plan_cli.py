@@ -1,0 +1,88 @@
+"""The plan command: quick, without torch, and what it prints is the plan's."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megakit import plan
+from megakit.config.compose import compose
+from megakit.planner.plan import make_plan
+
+REPO = Path(__file__).parent.parent
+LLAMA = ["+recipe=llama70b", "cluster=h100", "cluster.nodes=16"]
+
+PROBE = """
+import sys
+from megakit.plan import main
+code = main(sys.argv[1:])
+heavy = {"torch", "numpy", "sentencepiece", "safetensors"} & set(sys.modules)
+sys.exit(f"imported {heavy}" if heavy else code)
+"""
+
+
+@pytest.mark.parametrize(
+    ("args", "code"), [(LLAMA, 0), ([*LLAMA, "--json"], 0), (["--help"], 0), (["+recipe=demo", "parallel.tp=3"], 2)]
+)
+def test_needs_no_torch(args: list[str], code: int):
+    done = subprocess.run([sys.executable, "-c", PROBE, *args], capture_output=True, text=True, cwd=REPO, timeout=60)
+    assert done.returncode == code, done.stderr
+
+
+def test_prints_memory_traffic_time_and_cost(capsys):
+    assert plan.main([*LLAMA, "cluster.gpu_hour_price=2"]) == 0
+    text = capsys.readouterr().out
+    made = make_plan(compose([*LLAMA, "cluster.gpu_hour_price=2"]))
+    assert made.estimate is not None and made.estimate.cost == 2 * made.estimate.gpu_hours
+    assert (
+        f"{made.estimate.step.tokens_per_s_per_gpu:,.0f} tokens/s per GPU" in text and f"cost {made.estimate.cost:,.0f}" in text
+    )
+    sent = sum(t.sent for t in made.stages[0].traffic if t.axis == "tp")
+    assert f"{sent / 1e9:,.2f}" in text and "nvlink" in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_the_parts_of_a_step_add_up():
+    made = make_plan(compose(LLAMA)).estimate
+    assert made is not None
+    step = made.step
+    parts = [step.gemm, step.attention, step.memory, *step.exposed.values(), step.bubble, step.optimizer, step.stragglers]
+    assert sum(parts) == pytest.approx(step.seconds)
+
+
+def test_explains_each_line(capsys):
+    assert plan.main([*LLAMA, "--explain"]) == 0
+    text = capsys.readouterr().out
+    stage = make_plan(compose(LLAMA)).stages[0]
+    for name in [*(line.name for line in stage.states), *(kept.name for kept in stage.activations[0])]:
+        assert name in text
+    assert "10 x 4096 x 1 x 10 x 128 x 2 B" in text and max(map(len, text.splitlines())) <= 100
+
+
+def test_json_is_the_plan(capsys):
+    assert plan.main([*LLAMA, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["stages"][0]["traffic"][0]["group"] == "tp" and data["estimate"]["step"]["seconds"] > 0
+
+
+def test_no_speed_is_guessed_for_a_machine_that_is_not_known(capsys):
+    assert plan.main(["+recipe=demo"]) == 0
+    assert "Time: not estimated, the speed of cluster.name = local is not known" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["+recipe=demo", "--jsn"], "--jsn is not an option: there are --help, --config-dir"),
+        (["+recipe=demo", "--json=1"], "--json takes no value"),
+        (["+recipe=nope"], "there is no recipe nope"),
+    ],
+)
+def test_refusals_are_one_line(args: list[str], says: str, capsys):
+    assert plan.main(args) == 2
+    err = capsys.readouterr().err
+    assert says in err and err.count("\n") == 1
