@@ -20,7 +20,8 @@ from megakit.config import rules
 from megakit.config.schema import Config
 from megakit.errors import Refused
 from megakit.parallel.grid import Grid
-from megakit.planner.plan import counted, make_plan
+from megakit.planner.notes import counted
+from megakit.planner.plan import make_plan
 from megakit.verify import sample
 from megakit.verify.job import Job, ranks_text
 from megakit.verify.match import mismatches

@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from megakit.planner.plan import counted
+from megakit.planner.notes import counted
 from megakit.verify.job import ranks_text
 from megakit.verify.prove import Proof
 
