@@ -65,11 +65,15 @@ def _difference(job: Job, queue: str, members: Sequence[int], ranks: list[int], 
     return f"{group}: {who} {what} operation {k}: {here}; rank {reference} does {there}{doubt}"
 
 
-def _kind(a: list[Meaning], b: list[Meaning], k: int, look: int = 3) -> str:
-    if k < len(b) and a[k : k + look] == b[k + 1 : k + 1 + look]:
-        return "skip"
-    if k < len(a) and a[k + 1 : k + 1 + look] == b[k : k + look]:
-        return "extra"
+def _kind(a: list[Meaning], b: list[Meaning], k: int) -> str:
+    """How `a` leaves `b` at k: what follows tells, three operations if there are so many, else one."""
+    for look in (3, 1):
+        if k < len(b) and a[k : k + look] == b[k + 1 : k + 1 + look]:
+            return "skip"
+        if k < len(a) and a[k + 1 : k + 1 + look] == b[k : k + look]:
+            return "extra"
+        if a[k + 1 : k + 1 + look] == b[k + 1 : k + 1 + look]:
+            return "other"
     return "other"
 
 

@@ -242,7 +242,7 @@ class Simulation:
 
     def _head(self, stuck: list[int]) -> str:
         n = sum(self.stands_for.count(r) for r in stuck)
-        return f"{n} of {self.job.grid.world} ranks wait for ever ({self.semantics})"
+        return f"{n} of {self.job.grid.world} ranks wait for ever under {self.semantics}"
 
     def _blocking(self, rank: int) -> _Posted:
         """What stands at the head of the queue of what a rank waits for."""
@@ -268,9 +268,11 @@ class Simulation:
 
 
 def deadlocks(job: Job) -> tuple[list[str], list[str]]:
-    """-> the semantics under which all ranks come to their end, and a line for each of the others."""
+    """-> the semantics under which all ranks come to their end, and a line for each of the others; of none, one line."""
+    lines = []
     for at, semantics in enumerate(SEMANTICS):
-        if Simulation(job, semantics).report() is None:
-            lines = [line for s in SEMANTICS[:at] if (line := Simulation(job, s).report())]
+        line = Simulation(job, semantics).report()
+        if line is None:
             return list(SEMANTICS[at:]), lines
-    return [], [line for s in SEMANTICS if (line := Simulation(job, s).report())]
+        lines.append(line)
+    return [], lines[-1:]

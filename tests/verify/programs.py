@@ -6,7 +6,7 @@ import functools
 import random
 from typing import Any
 
-from megakit.config.schema import Config
+from megakit.config.schema import Config, ParallelConfig
 from megakit.parallel.grid import Grid
 from megakit.verify.job import Job
 from megakit.verify.match import mismatches
@@ -18,10 +18,12 @@ Events = list[Post | Wait]
 
 
 def small(**keys: Any) -> Config:
-    """A layer for each stage; parallel keys by name, others with `__`. dp's share of the batch is 5 micro-batches."""
-    layers = max(2, keys.get("pp", 1) * keys.get("virtual_stages", 1))
-    batch = keys.pop("microbatches", 5) * keys.get("dp", 1)
+    """A layer for each stage; parallel keys by name, others with `__`."""
+    layers = keys.get("pp", 1) * keys.get("virtual_stages", 1)
+    batch = keys.pop("microbatches", 3) * keys.get("dp", 1)
     short = {"model__num_layers": layers, "train__global_batch_size": batch, "train__seq_len": 16}
+    if keys.get("zero") == 3:  # it has no buckets
+        short["parallel__bucket_size"] = ParallelConfig().bucket_size
     return tiny("llama", **{**short, **{f"parallel__{k}" if "__" not in k else k: v for k, v in keys.items()}})
 
 
