@@ -70,6 +70,8 @@ class Gpu:
     """GPUs that reach one another over NVLink."""
     sms: int
     """Streaming multiprocessors: tiles that are computed at once."""
+    flash_version: int
+    """FlashAttention's version that was written for it."""
     fitted_on: str
     """The chip whose runs the fitted numbers come from."""
     fitted: Fitted

@@ -25,7 +25,9 @@ HALF_SPEED = 500.0
 """Length of sequence at which fused attention has half of its final speed."""
 ATTENTION_BACKWARD = 0.7
 """Speed of fused attention backward, relative to forward; it has 2.5 times the FLOPs."""
-UNALIGNED = 4.0
+OLDER_FLASH = 0.68
+"""Speed of fused attention that was written for the GPU before, relative to that written for this one."""
+UNALIGNED = 10.0
 """How much longer unfused attention's products take where the width of a head is no multiple of 8 (no tensor cores)."""
 SOFTMAX_BYTES = 13
 """Moved per attention score by the unfused forward pass: written, scaled and masked softmax, dropout, read; backward twice."""
@@ -143,6 +145,7 @@ class Kernels:
         if w.stack.flash:
             length = w.seq / w.cp if w.cp > 1 else w.seq
             rate = self.gpu.bf16_tflops * 1e12 * self.f.attention * length / (length + HALF_SPEED)
+            rate *= OLDER_FLASH ** max(0, self.gpu.flash_version - w.stack.flash_version)
             forward = 0.5 * flops / rate
             return forward + LAUNCH, 2.5 * forward / ATTENTION_BACKWARD + LAUNCH
         off = UNALIGNED if w.head_dim % 8 else 1.0
@@ -198,7 +201,10 @@ class Kernels:
         """What is done again before a layer's backward pass; None: nothing."""
         w, f = self.w, layer.forward
         if w.recompute == "full":
-            return f
+            if not w.stack.stops_early:
+                return f
+            last = self.linear(w.ffn / w.tp, w.hidden, self.linear_rate, self.fp8)[0]
+            return f._replace(gemm=f.gemm - last, tp=f.tp * (0.75 if w.sequence_parallel else 0.5))
         if w.recompute == "alternate":
             return f._replace(gemm=f.gemm / 2, attention=0.0, tp=f.tp / 2, cp=0.0)
         if w.recompute == "selective":

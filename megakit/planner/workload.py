@@ -25,6 +25,8 @@ class Stack:
     name: str
     flash: bool = True
     """Attention never writes its scores to memory."""
+    flash_version: int = 99
+    """Of FlashAttention, whose kernels 1, 2 and 3 were written for successive GPUs; a high number: the best there is."""
     fused: bool = True
     """Norms, residuals and activations are one kernel each."""
     loss_bytes: int = 32
@@ -35,6 +37,8 @@ class Stack:
     """Gradients are reduced during the last backward pass, new weights gathered during the first forward pass."""
     pp_overlap: bool = True
     """Transfers between stages run beside the computation of another micro-batch, with virtual stages."""
+    stops_early: bool = False
+    """Recomputation of a layer ends where its last product begins, whose output the backward pass doesn't need (torch's does)."""
     pp_scatter: bool = False
     """Transfers are cut over the tp ranks also without sequence parallelism."""
     dp_inside: bool = False

@@ -1,0 +1,159 @@
+"""How well the planner's time model meets published runs, with the constants that ship.
+
+    python benchmarks/planner_accuracy.py [--rows FILE.csv] [--held-out] [--rows-of TEXT] [--json FILE] [--write] [--fit]
+
+Without --fit nothing is refitted: the numbers are those of megakit/planner/gpus.json and accuracy/stacks.json. --held-out
+also fits each chip without each model in turn, and judges that model by it; --fit fits all rows and writes both files;
+--write puts the tables into docs/planner_accuracy.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.accuracy import fit, judge, rows
+from benchmarks.accuracy.stacks import FACTORS
+from megakit.planner import hardware
+
+ROOT = Path(__file__).parent.parent
+DEFAULT = ROOT.parent / "shared" / "reference" / "measured_runs.csv"
+DOC = ROOT / "docs" / "planner_accuracy.md"
+BEGIN, END = "<!-- made by benchmarks/planner_accuracy.py --held-out --write -->\n", "<!-- end -->\n"
+KINDS = ("shipped", "held out", "held out, factor unknown", "null")
+
+
+def write_fit(runs: list[rows.Run]) -> None:
+    """Fit every chip that has runs, and write gpus.json and stacks.json."""
+    data, factors = json.loads(hardware.DATA.read_text()), {}
+    chips: dict[str, dict[str, float]] = {}
+    for chip in fit.PRIORS:
+        mine = [r for r in runs if r.source.fitted and r.gpu.fitted_on == chip]
+        if mine:
+            constants = fit.Problem(chip, mine).fit()
+            data["fitted"][chip] = {name: float(f"{value:.4g}") for name, value in constants.fitted.items()}
+            chips[chip] = {name: float(f"{value:.4g}") for name, value in constants.factors.items()}
+            factors.update({f"{name} on {chip}": value for name, value in chips[chip].items()})
+    lines = [f'  "{n}": {json.dumps(entry)}' for n, entry in data["fitted"].items()]
+    gpus = [f'  "{n}": {json.dumps(entry)}' for n, entry in data["gpus"].items()]
+    hardware.DATA.write_text('{\n "fitted": {\n' + ",\n".join(lines) + '\n },\n "gpus": {\n' + ",\n".join(gpus) + "\n }\n}\n")
+    FACTORS.write_text(json.dumps(factors, indent=1) + "\n")
+
+
+def report(judged: list[judge.Judged], bad: list[tuple[rows.Row, str]], held_out: bool) -> dict[str, Any]:
+    """All that is printed, as data."""
+    regret = judge.regrets(judged, held_out)
+    sizes = [r["regret"] for r in regret]
+    reasons = Counter((row.get("source", ""), why) for row, why in bad)
+    return {
+        "groups": judge.by_group(judged),
+        "regret": {
+            "held out": held_out,
+            "jobs": len(regret),
+            "mean": sum(sizes) / len(sizes) if sizes else None,
+            "max": max(sizes, default=None),
+            "each": sorted(regret, key=lambda r: -r["regret"]),
+        },
+        "not judged": [{"source": s, "rows": n, "reason": why} for (s, why), n in reasons.items()],
+        "runs": [
+            {
+                **{k: j.run.row.get(k, "") for k in ("source", "model", "seq", "gpu", "n_gpus", "tp", "pp", "vpp", "cp", "dp", "zero")},
+                "micro_batch": j.run.workload.micro_batch_size,
+                "precision": j.run.workload.precision,
+                "measured": j.run.tokens_per_s,
+                "shipped": j.shipped,
+                "held_out": j.held_out,
+                "null": j.null,
+            }
+            for j in judged
+        ],
+    }
+
+
+def cells(entry: dict[str, Any]) -> list[str]:
+    """Of a group: rows, models, and median / p90 / largest (mean) of each kind."""
+    out = [str(entry["rows"]), str(entry["models"])]
+    for kind in KINDS:
+        s = entry[kind]
+        out.append(f"{s['mean']:.1f} ({s['median']:.1f} / {s['p90']:.1f} / {s['max']:.1f})" if s else "")
+    return out
+
+
+def tables(data: dict[str, Any]) -> list[Table]:
+    """For the terminal."""
+    errors = Table(title="Throughput, error in %: mean (median / p90 / largest)", box=box.SIMPLE_HEAD)
+    for name in ("group", "rows", "models", *KINDS):
+        errors.add_column(name, justify="left" if name == "group" else "right", no_wrap=name in ("rows", "models"))
+    for name, entry in data["groups"].items():
+        errors.add_row(name, *cells(entry))
+    regret = Table(title="Regret of the grid that is predicted fastest", box=box.SIMPLE_HEAD)
+    for name in ("job", "grids", "regret %", "chosen", "best"):
+        regret.add_column(name)
+    for r in data["regret"]["each"][:10]:
+        regret.add_row(r["job"], str(r["grids"]), f"{r['regret']:.1f}", r["chosen"], r["best"])
+    left = Table(title="Not judged", box=box.SIMPLE_HEAD)
+    for name in ("rows", "source", "reason"):
+        left.add_column(name)
+    for entry in data["not judged"]:
+        left.add_row(str(entry["rows"]), entry["source"], entry["reason"])
+    return [errors, regret, left]
+
+
+def markdown(data: dict[str, Any]) -> str:
+    """For the documentation."""
+    lines = ["|group|rows|models|" + "|".join(KINDS) + "|", "|---" * (3 + len(KINDS)) + "|"]
+    lines += [f"|{name}|{'|'.join(cells(entry))}|" for name, entry in data["groups"].items()]
+    regret = data["regret"]
+    if regret["jobs"]:
+        lines += [
+            "",
+            f"Regret of choosing the grid that is predicted fastest, over {regret['jobs']} jobs that were measured on several"
+            f" grids: {regret['mean']:.1f}% mean, {regret['max']:.1f}% largest.",
+        ]
+    lines += ["", "|rows not judged|source|reason|", "|---|---|---|"]
+    lines += [f"|{e['rows']}|{e['source']}|{e['reason']}|" for e in data["not judged"]]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rows", type=Path, default=DEFAULT, help="CSV file of measured runs")
+    parser.add_argument("--rows-of", default="", help="keep the sources that contain this")
+    parser.add_argument("--held-out", action="store_true", help="also judge each model by constants fitted on the others")
+    parser.add_argument("--fit", action="store_true", help="fit the constants to the rows, and write them")
+    parser.add_argument("--json", type=Path, help="write everything that was found to this file")
+    parser.add_argument("--write", action="store_true", help="put the tables into docs/planner_accuracy.md")
+    args = parser.parse_args()
+    if not args.rows.is_file():
+        print(f"there is no file {args.rows}: give one with --rows", file=sys.stderr)
+        return 2
+    read = [row for row in rows.read(args.rows) if args.rows_of in row.get("source", "")]
+    if args.fit:
+        write_fit(rows.runs(read)[0])
+        hardware.catalogue.cache_clear()
+    good, bad = rows.runs(read)
+    data = report(judge.judge(good, args.held_out), bad, args.held_out)
+    console = Console(width=None if sys.stdout.isatty() else 180)
+    for table in tables(data):
+        console.print(table)
+    regret = data["regret"]
+    if regret["jobs"]:
+        console.print(f"{len(good)} rows judged, {len(bad)} not; regret {regret['mean']:.1f}% mean, {regret['max']:.1f}% largest")
+    if args.json:
+        args.json.write_text(json.dumps(data, indent=1, allow_nan=True) + "\n")
+    if args.write:
+        before, after = DOC.read_text().split(BEGIN)[0], DOC.read_text().split(END)[1]
+        DOC.write_text(f"{before}{BEGIN}\n{markdown(data)}\n{END}{after}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
