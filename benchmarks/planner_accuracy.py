@@ -65,7 +65,10 @@ def report(judged: list[judge.Judged], bad: list[tuple[rows.Row, str]], held_out
         "not judged": [{"source": s, "rows": n, "reason": why} for (s, why), n in reasons.items()],
         "runs": [
             {
-                **{k: j.run.row.get(k, "") for k in ("source", "model", "seq", "gpu", "n_gpus", "tp", "pp", "vpp", "cp", "dp", "zero")},
+                **{
+                    k: j.run.row.get(k, "")
+                    for k in ("source", "model", "seq", "gpu", "n_gpus", "tp", "pp", "vpp", "cp", "dp", "zero")
+                },
                 "micro_batch": j.run.workload.micro_batch_size,
                 "precision": j.run.workload.precision,
                 "measured": j.run.tokens_per_s,

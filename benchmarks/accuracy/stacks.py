@@ -47,9 +47,9 @@ MEGATRON_2021 = Stack(
     "megatron-lm 2021", flash=False, loss_bytes=40, dp_overlap=False, pp_overlap=False, pp_scatter=True, dp_inside=True
 )
 MEGATRON_DEEPSPEED = replace(MEGATRON_2021, name="megatron-deepspeed")
-FSDP = Stack("llm-foundry", fused=False, loss_bytes=40, flash_version=1, stops_early=True)
-COMPILED = Stack("fsdp, compiled", loss_bytes=32, flash_version=2, stops_early=True)
-EAGER = Stack("fsdp, eager", fused=False, loss_bytes=40, flash_version=2, stops_early=True)
+FSDP = Stack("llm-foundry", fused=False, loss_bytes=40, flash_version=1, stops_early=True, accumulates=False)
+COMPILED = Stack("fsdp, compiled", loss_bytes=32, flash_version=2, stops_early=True, accumulates=False)
+EAGER = Stack("fsdp, eager", fused=False, loss_bytes=40, flash_version=2, stops_early=True, accumulates=False)
 SEQUENCE = {"seq_parallel": "yes"}
 
 SOURCES = (
@@ -59,7 +59,14 @@ SOURCES = (
     Source("BLOOM", replace(MEGATRON_DEEPSPEED, name="bigscience"), network_gb_s=6.25, group="BigScience"),
     Source("Megatron PTD-P", MEGATRON_2021, gradient_bytes=2, group="SC21"),
     Source("MT-NLG", replace(MEGATRON_2021, name="mt-nlg"), spread=0.16, gradient_bytes=2, group="SC21"),
-    Source("InternEvo", replace(COMPILED, name="internevo"), spread=0.16, network_gb_s=6.25, gradient_bytes=2, group="InternEvo"),
+    Source(
+        "InternEvo",
+        replace(COMPILED, name="internevo", broadcasts=True, stops_early=False),
+        spread=0.16,
+        network_gb_s=6.25,
+        gradient_bytes=2,
+        group="InternEvo",
+    ),
     Source("IBM fms-fsdp", replace(COMPILED, name="fms-fsdp"), spread=0.16, gradient_bytes=2, group="fms-fsdp"),
     Source(
         "NVIDIA dgxc",
@@ -72,19 +79,40 @@ SOURCES = (
         why="JAX/MaxText, with full recomputation",
     ),
     Source("NVIDIA dgxc", replace(MEGATRON_CORE, name="nemo dgxc"), gradient_bytes=2, group="NVIDIA", defaults=SEQUENCE),
-    Source("NeMo long", replace(MEGATRON_CORE, name="nemo long"), gradient_bytes=2, group="NVIDIA", defaults={**SEQUENCE, "micro_batch": "1"}),
+    Source(
+        "NeMo long",
+        replace(MEGATRON_CORE, name="nemo long"),
+        gradient_bytes=2,
+        group="NVIDIA",
+        defaults={**SEQUENCE, "micro_batch": "1"},
+    ),
     Source("NeMo 24", replace(MEGATRON_CORE, name="nemo 24"), gradient_bytes=2, group="NVIDIA", defaults=SEQUENCE),
     Source("NeMo", replace(MEGATRON_CORE, name="nemo 25"), gradient_bytes=2, group="NVIDIA", defaults=SEQUENCE),
-    Source("Megatron-Bridge", replace(MEGATRON_CORE, name="megatron-bridge"), gradient_bytes=2, group="NVIDIA", defaults=SEQUENCE),
+    Source(
+        "Megatron-Bridge", replace(MEGATRON_CORE, name="megatron-bridge"), gradient_bytes=2, group="NVIDIA", defaults=SEQUENCE
+    ),
     Source("SimuMax", replace(MEGATRON_PLAIN, name="simumax"), spread=0.16, group="SimuMax"),
     Source("torchtitan", replace(COMPILED, name="torchtitan"), spread=0.16, group="torchtitan"),
     Source("torchtitan", replace(EAGER, name="torchtitan, eager"), spread=0.16, group="torchtitan", note="no compile"),
-    Source("torchtitan", replace(COMPILED, name="torchtitan, async tp", tp_overlap=True), spread=0.16, group="torchtitan", note="async TP"),
+    Source(
+        "torchtitan",
+        replace(COMPILED, name="torchtitan, async tp", tp_overlap=True),
+        spread=0.16,
+        group="torchtitan",
+        note="async TP",
+    ),
     Source("torchtitan", replace(COMPILED, name="torchtitan, rowwise"), spread=0.16, group="torchtitan", note="rowwise"),
     Source("Llama 3 405B", replace(MEGATRON_CORE, name="llama 3", tp_overlap=False), group="Llama 3", fitted=False),
     Source("KempnerInstitute", replace(EAGER, name="kempnerforge"), gpus_per_node=4, group="KempnerForge", fitted=False),
     Source("huggingface/nanotron", replace(EAGER, name="nanotron"), group="nanotron", fitted=False),
-    Source("BigScience Jean-Zay V100", replace(MEGATRON_DEEPSPEED, name="jean-zay"), gpus_per_node=4, gradient_bytes=2, group="V100", fitted=False),
+    Source(
+        "BigScience Jean-Zay V100",
+        replace(MEGATRON_DEEPSPEED, name="jean-zay"),
+        gpus_per_node=4,
+        gradient_bytes=2,
+        group="V100",
+        fitted=False,
+    ),
 )
 UNKNOWN = Source("", Stack("unknown", loss_bytes=32), group="other", fitted=False)
 

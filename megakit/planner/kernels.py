@@ -14,7 +14,7 @@ from megakit.planner.hardware import Gpu
 from megakit.planner.links import Links
 from megakit.planner.workload import BYTES, Workload
 
-WAVE = 0.3
+WAVE = 0.2
 """Share of a last, partly filled wave of tiles that is really lost: products that follow fill the rest."""
 TILE = (128, 256)
 STREAM = 0.8
@@ -27,7 +27,7 @@ ATTENTION_BACKWARD = 0.7
 """Speed of fused attention backward, relative to forward; it has 2.5 times the FLOPs."""
 OLDER_FLASH = 0.68
 """Speed of fused attention that was written for the GPU before, relative to that written for this one."""
-UNALIGNED = 10.0
+UNALIGNED = 20.0
 """How much longer unfused attention's products take where the width of a head is no multiple of 8 (no tensor cores)."""
 SOFTMAX_BYTES = 13
 """Moved per attention score by the unfused forward pass: written, scaled and masked softmax, dropout, read; backward twice."""
@@ -87,10 +87,11 @@ class Kernels:
     def linear(self, k: float, n: float, rate: float, fp8: bool) -> tuple[float, float, float]:
         """Of a linear layer of this rank, k to n features: forward, input gradient, weight gradient."""
         m, wide = self.rows, 1 if fp8 else self.width
+        gradient = 8 if self.w.stack.accumulates else 2 * self.width
         return (
             self.product(m, k, n, rate, wide, self.width),
             self.product(m, n, k, rate, wide, self.width),
-            self.product(k, m, n, rate, wide, 2 * self.w.gradient_bytes),
+            self.product(k, m, n, rate, wide, gradient),
         )
 
     def layer(self) -> Piece:

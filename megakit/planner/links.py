@@ -15,7 +15,9 @@ NVLINK_HOP = 2e-6
 """Seconds that one more rank adds to a collective, within a node."""
 NETWORK_HOP = 8e-6
 """The same for one more node."""
-START = 10e-6
+BROADCAST = 2.5e-3
+"""Seconds to start one broadcast among many nodes and wait for it."""
+START = 25e-6
 """Seconds before the first byte of a collective or a transfer."""
 
 
@@ -38,10 +40,12 @@ class Links:
         return (self.nvlink if nodes == 1 else min(self.nvlink, self.network * per_node)), latency
 
     def tp(self, full_bytes: float) -> float:
-        """An all-gather or reduce-scatter of a tensor that is `full_bytes` when whole; an all-reduce is two of them."""
-        t = self.w.tp
-        speed, latency = self.ring(t, min(t, self.domain))
-        return (t - 1) / t * full_bytes / speed + latency
+        """An all-gather or reduce-scatter of a tensor that is `full_bytes` when whole; an all-reduce is two of them.
+
+        Runs on 2 and 4 of 8 GPUs take as long as on 8, though they send less: as if it were always (8 - 1) / 8 of the tensor.
+        """
+        speed, latency = self.ring(self.w.tp, min(self.w.tp, self.domain))
+        return 0.875 * full_bytes / speed + latency
 
     def cp(self, hop_bytes: float) -> float:
         """A transfer to the next rank of the ring."""
@@ -60,6 +64,11 @@ class Links:
         """An all-gather or reduce-scatter over the ranks that ZeRO shards over, in so many messages."""
         n = max(1, min(self.w.zero_group, self.replicas))
         return self._replicas(n, min(n, self.replicas_per_node), full_bytes, messages)
+
+    def broadcasts(self) -> float:
+        """What sending the shards one by one, each to all ranks, takes beyond an all-gather."""
+        n = max(1, min(self.w.zero_group, self.replicas))
+        return n * BROADCAST if self.w.stack.broadcasts and n > 1 else 0.0
 
     def copies(self, full_bytes: float, messages: float = 1.0) -> float:
         """A reduce-scatter or all-gather over one rank of each zero_group."""

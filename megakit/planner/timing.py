@@ -20,6 +20,8 @@ AT_ONCE = 0.1
 """Share of the data parallel traffic of ZeRO 0 to 2 that nothing is left to hide behind."""
 BLEND = 4.0
 """ZeRO 3: computation and traffic of a step take (T^q + C^q)^(1/q)."""
+IN_THE_WAY = 0.25
+"""Share of ZeRO 3's traffic that slows computation down: the first layer's gather, and what collectives take of the GPU."""
 BUCKET = 40e6
 """Elements that ZeRO 0 to 2 reduce in one message."""
 PP_EXPOSED = 0.2
@@ -197,10 +199,11 @@ class _Step:
         else:
             reduce = links.shards(gradients, messages) * (w.micro_batches if w.zero == 2 else 1)
             reduce += 2 * links.copies(gradients / w.zero_group, messages)
-            gather = links.shards(weights, messages)
+            gather = links.shards(weights, messages) + links.broadcasts()
         if not w.stack.dp_overlap:
             return reduce + gather, 0.0
-        exposed = _beside(reduce, one * 2 / 3 * (w.micro_batches if w.zero == 2 else 1)) + _beside(gather, one / 3)
+        exposed = _beside(reduce, one * 2 / 3 * (w.micro_batches if w.zero == 2 else 1))
+        exposed += gather if w.stack.broadcasts else _beside(gather, one / 3)
         return exposed, reduce + gather - exposed
 
     def _fully_sharded(self, elements: int, layers: int, pipeline: float) -> tuple[float, float]:
@@ -210,8 +213,9 @@ class _Step:
         traffic = 2 * w.micro_batches * links.shards(elements * BYTES[w.precision], units)
         traffic += reductions * links.shards(elements * w.gradient_bytes, units)
         traffic += 2 * reductions * links.copies(elements * w.gradient_bytes / w.zero_group, units)
-        both = (pipeline**BLEND + traffic**BLEND) ** (1 / BLEND)
-        return both - pipeline, max(0.0, traffic - (both - pipeline))
+        beside = (1 - IN_THE_WAY) * traffic
+        exposed = (pipeline**BLEND + beside**BLEND) ** (1 / BLEND) - pipeline + IN_THE_WAY * traffic
+        return exposed, max(0.0, traffic - exposed)
 
     def optimizer(self, elements: int) -> float:
         """Clip, step, and write the new weights: memory traffic of this rank's shard, and zeroing of the gradients."""

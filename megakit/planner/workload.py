@@ -35,6 +35,10 @@ class Stack:
     """Tensor parallel traffic runs beside the matrix products."""
     dp_overlap: bool = True
     """Gradients are reduced during the last backward pass, new weights gathered during the first forward pass."""
+    broadcasts: bool = False
+    """ZeRO 1 and 2: new weights are sent by one broadcast per shard, after the step, in place of an all-gather."""
+    accumulates: bool = True
+    """Weight gradients are added to fp32 ones in memory by the product that makes them; else written in the compute type."""
     pp_overlap: bool = True
     """Transfers between stages run beside the computation of another micro-batch, with virtual stages."""
     stops_early: bool = False
