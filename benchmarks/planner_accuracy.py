@@ -28,6 +28,7 @@ ROOT = Path(__file__).parent.parent
 DEFAULT = ROOT.parent / "shared" / "reference" / "measured_runs.csv"
 DOC = ROOT / "docs" / "planner_accuracy.md"
 BEGIN, END = "<!-- made by benchmarks/planner_accuracy.py --held-out --write -->\n", "<!-- end -->\n"
+COLUMNS = ("source", "model", "seq", "gpu", "n_gpus", "tp", "pp", "vpp", "cp", "dp", "zero")
 KINDS = ("shipped", "held out", "held out, factor unknown", "null")
 
 

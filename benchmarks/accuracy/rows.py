@@ -29,6 +29,7 @@ LEFT_OUT: tuple[tuple[dict[str, str], str], ...] = (
     ({"source": "vTrain", "model": "gpt-3.6b", "tp": "4", "micro_batch": "2"}, "unexplained, up to 35% slow"),
     ({"source": "vTrain", "model": "gpt-39.1b", "tp": "2"}, "unexplained, up to 35% slow"),
     ({"source": "Megatron PTD-P SC21 Table 2", "zero": "3"}, "ZeRO 3 rows: one network card shared by the node"),
+    ({"source": "Llama 3 405B"}, "virtual stages, schedule and the convention of its FLOP/s are not printed"),
     ({"source": "BigScience Jean-Zay V100"}, "its authors give +/- 40% (noise of the network)"),
 )
 """Rows that are not judged: (what their columns begin with, `note` contains; the reason)."""
@@ -39,8 +40,14 @@ CORRECTED: tuple[tuple[dict[str, str], dict[str, str], str], ...] = (
 )
 """Columns that are filled in or replaced: (rows, new values, why)."""
 
-SHARES = {("IBM", "llama2-13b", "A100-80G"): 0.39, ("IBM", "llama2-13b", "H100"): 0.21, ("IBM", "llama2-34b", "A100-80G"): 1.0,
-          ("IBM", "llama2-34b", "H100"): 0.87, ("IBM", "llama2-70b", "A100-80G"): 1.0, ("IBM", "llama2-70b", "H100"): 0.71}  # fmt: skip
+SHARES = {
+    ("IBM", "llama2-13b", "A100-80G"): 0.39,
+    ("IBM", "llama2-13b", "H100"): 0.21,
+    ("IBM", "llama2-34b", "A100-80G"): 1.0,
+    ("IBM", "llama2-34b", "H100"): 0.87,
+    ("IBM", "llama2-70b", "A100-80G"): 1.0,
+    ("IBM", "llama2-70b", "H100"): 0.71,
+}
 """Share of the layers that is recomputed, from the printed HFU / MFU - 1 times 3."""
 
 GPUS = {"a100": {"40": "a100_40g", "": "a100_80g"}, "a800": {"": "a100_80g"}}

@@ -102,7 +102,6 @@ SOURCES = (
         note="async TP",
     ),
     Source("torchtitan", replace(COMPILED, name="torchtitan, rowwise"), spread=0.16, group="torchtitan", note="rowwise"),
-    Source("Llama 3 405B", replace(MEGATRON_CORE, name="llama 3", tp_overlap=False), group="Llama 3", fitted=False),
     Source("KempnerInstitute", replace(EAGER, name="kempnerforge"), gpus_per_node=4, group="KempnerForge", fitted=False),
     Source("huggingface/nanotron", replace(EAGER, name="nanotron"), group="nanotron", fitted=False),
     Source(

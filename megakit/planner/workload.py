@@ -51,7 +51,7 @@ class Stack:
     """Time relative to the constants of the GPU: what one program does better or worse throughout."""
 
 
-MEGAKIT = Stack("megakit", fused=False, loss_bytes=40, tp_overlap=False)
+MEGAKIT = Stack("megakit", fused=False, loss_bytes=40, stops_early=True)
 
 
 @dataclass(frozen=True)
