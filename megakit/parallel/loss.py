@@ -29,7 +29,8 @@ class _CrossEntropy(torch.autograd.Function):
             z = z.clone() if z is logits_SBV else z
             z[..., true:] = float("-inf")
         top = comm.all_reduce(z.amax(-1), "tp", "max").wait()
-        z = z - top.unsqueeze(-1)
+        # in place where it may be: a second copy would be the most that the last stage holds
+        z = z - top.unsqueeze(-1) if z is logits_SBV else z.sub_(top.unsqueeze(-1))
         local = comm.varying(labels_SB - start, "tp")
         mine = (local >= 0) & (local < true)
         local = local.where(mine, 0)

@@ -254,8 +254,9 @@ def _assumptions(cfg: Config, grid: Grid, chosen: sample.Sample, stepped: dict[i
         out.append("micro-batches between the third and the last do what the second and third did, which were alike")
     if any(s.program.pieces for s in stepped.values()) and not chosen.whole:
         out.append("the sizes of the pieces of all_to_all were compared between stepped ranks only")
+    device = "a CPU" if cfg.launch.device == "cpu" else "a GPU"
     out.append(
-        "bytes are those of tensors, with the operators that torch runs on a CPU: what kernels, the allocator and the"
+        f"bytes are those of tensors, with the operators that the engine uses on {device}: what kernels, the allocator and the"
         " communication library take beside them is not in them"
     )
     if types:

@@ -269,7 +269,7 @@ class Simulation:
 
 def deadlocks(job: Job) -> tuple[list[str], list[str]]:
     """-> the semantics under which all ranks come to their end, and a line for each of the others; of none, one line."""
-    lines = []
+    lines: list[str] = []
     for at, semantics in enumerate(SEMANTICS):
         line = Simulation(job, semantics).report()
         if line is None:

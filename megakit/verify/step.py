@@ -6,6 +6,7 @@ import gc
 import resource
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from megakit.config.schema import Config
 from megakit.parallel.grid import ParallelState
 from megakit.train.engine import Engine
+from megakit.verify.gpu import gpu_operators
 from megakit.verify.live import LiveBytes, watching_resizes
 from megakit.verify.program import Program
 from megakit.verify.record import RecordingComm
@@ -40,7 +42,8 @@ def _step(cfg: Config, rank: int, replay: bool, started: float) -> Stepped:
     def comm(state: ParallelState) -> RecordingComm:
         return RecordingComm(state, live)
 
-    with watching_resizes(live), fake_rank(cfg, rank, comm, live) as engine:
+    operators = nullcontext() if cfg.launch.device == "cpu" else gpu_operators()
+    with operators, watching_resizes(live), fake_rank(cfg, rank, comm, live) as engine:
         door = engine.comm
         assert isinstance(door, RecordingComm)
         gc.collect()  # what was there before is frozen: quick

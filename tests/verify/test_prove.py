@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import importlib.util
 import io
+import itertools
 import json
+import warnings
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from rich.console import Console
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megakit.errors import Refused
-from megakit.parallel.comm import Handle
+from megakit.parallel.comm import Comm, Handle
+from megakit.parallel.grid import Grid, ParallelState
 from megakit.parallel.pipeline import executor
 from megakit.parallel.tensor import Region
 from megakit.parallel.zero import FlatBuffers
+from megakit.train.engine import Engine
 from megakit.verify.live import LiveBytes
 from megakit.verify.prove import Proof, prove
 from megakit.verify.render import render
@@ -103,6 +111,35 @@ def test_live_bytes_are_those_of_tensors():
     assert (live.now, live.most) == (800, 3200 + 6400 + 800) and "sum" in live.at.operation
     del b
     assert live.now == 0
+
+
+def profiled(cfg) -> int:
+    """Most bytes that a real step of one rank takes from torch's allocator, by torch's own profiler."""
+    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Set timeout is now only supported")
+            state = ParallelState(Grid(), torch.device("cpu"), timedelta(seconds=60))
+        engine = Engine(cfg, state, Comm(state))
+        engine.initialize()
+        batches = engine.split(torch.zeros(cfg.train.global_batch_size, cfg.train.seq_len + 1, dtype=torch.long), 0)
+        gc.collect()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            engine.train_step(batches, 1e-3)
+    finally:
+        dist.destroy_process_group()
+    events = [(e.start_ns(), e.nbytes()) for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    return max(itertools.accumulate(nbytes for _, nbytes in sorted(events, key=lambda e: e[0])))
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_the_peak_is_that_of_a_real_step_to_the_byte(recompute):
+    """In fp32, where the kernels take no scratch; the sequence is long, for the optimizer's norm in fp64 does."""
+    keys = {"train__seq_len": 256, "model__max_position_embeddings": 256, "launch__device": "cpu"}
+    cfg = small(recompute=recompute, model__num_layers=2, microbatches=2, **keys)
+    stepped = step(cfg, 0)
+    tokens = cfg.train.global_batch_size * (cfg.train.seq_len + 1) * 8  # those of the step are there before it
+    assert profiled(cfg) == stepped.most_bytes - stepped.static_bytes - tokens
 
 
 def test_a_world_of_thousands_is_proven_from_a_few_ranks():
