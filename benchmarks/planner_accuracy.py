@@ -20,7 +20,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.accuracy import fit, judge, rows
+from benchmarks.accuracy import fit, judge, memory, rows
 from benchmarks.accuracy.stacks import FACTORS
 from megakit.planner import hardware
 
@@ -28,6 +28,7 @@ ROOT = Path(__file__).parent.parent
 DEFAULT = ROOT.parent / "shared" / "reference" / "measured_runs.csv"
 DOC = ROOT / "docs" / "planner_accuracy.md"
 BEGIN, END = "<!-- made by benchmarks/planner_accuracy.py --held-out --write -->\n", "<!-- end -->\n"
+MEMORY = ("group", "rows", "what was printed", "mean error", "largest error", "lowest", "highest")
 COLUMNS = ("source", "model", "seq", "gpu", "n_gpus", "tp", "pp", "vpp", "cp", "dp", "zero")
 KINDS = ("shipped", "held out", "held out, factor unknown", "null")
 
@@ -49,8 +50,11 @@ def write_fit(runs: list[rows.Run]) -> None:
     FACTORS.write_text(json.dumps(factors, indent=1) + "\n")
 
 
-def report(judged: list[judge.Judged], bad: list[tuple[rows.Row, str]], held_out: bool) -> dict[str, Any]:
+def report(read: list[rows.Row], held_out: bool) -> dict[str, Any]:
     """All that is printed, as data."""
+    good, bad = rows.runs(read)
+    judged = judge.judge(good, held_out)
+    memories, unknown = memory.memories(read)
     regret = judge.regrets(judged, held_out)
     sizes = [r["regret"] for r in regret]
     reasons = Counter((row.get("source", ""), why) for row, why in bad)
@@ -63,7 +67,9 @@ def report(judged: list[judge.Judged], bad: list[tuple[rows.Row, str]], held_out
             "max": max(sizes, default=None),
             "each": sorted(regret, key=lambda r: -r["regret"]),
         },
+        "memory": memory.by_group(memories),
         "not judged": [{"source": s, "rows": n, "reason": why} for (s, why), n in reasons.items()],
+        "memory not judged": [{"source": row.get("source", ""), "reason": why} for row, why in unknown],
         "runs": [
             {
                 **{
@@ -91,6 +97,19 @@ def cells(entry: dict[str, Any]) -> list[str]:
     return out
 
 
+def memory_rows(data: dict[str, Any]) -> list[list[str]]:
+    """Of the table of memory."""
+    return [
+        [
+            name,
+            str(g["rows"]),
+            "allocated" if g["exact"] else "process",
+            *(f"{g[k]:.1f}" for k in ("mean", "max", "lowest", "highest")),
+        ]
+        for name, g in data["memory"].items()
+    ]
+
+
 def tables(data: dict[str, Any]) -> list[Table]:
     """For the terminal."""
     errors = Table(title="Throughput, error in %: mean (median / p90 / largest)", box=box.SIMPLE_HEAD)
@@ -103,12 +122,17 @@ def tables(data: dict[str, Any]) -> list[Table]:
         regret.add_column(name)
     for r in data["regret"]["each"][:10]:
         regret.add_row(r["job"], str(r["grids"]), f"{r['regret']:.1f}", r["chosen"], r["best"])
+    peaks = Table(title="Peak memory without any fit: predicted / printed - 1, in %", box=box.SIMPLE_HEAD)
+    for name in MEMORY:
+        peaks.add_column(name, justify="left" if name == "group" else "right")
+    for row in memory_rows(data):
+        peaks.add_row(*row)
     left = Table(title="Not judged", box=box.SIMPLE_HEAD)
     for name in ("rows", "source", "reason"):
         left.add_column(name)
     for entry in data["not judged"]:
         left.add_row(str(entry["rows"]), entry["source"], entry["reason"])
-    return [errors, regret, left]
+    return [errors, regret, peaks, left]
 
 
 def markdown(data: dict[str, Any]) -> str:
@@ -122,6 +146,8 @@ def markdown(data: dict[str, Any]) -> str:
             f"Regret of choosing the grid that is predicted fastest, over {regret['jobs']} jobs that were measured on several"
             f" grids: {regret['mean']:.1f}% mean, {regret['max']:.1f}% largest.",
         ]
+    lines += ["", "|" + "|".join(MEMORY) + "|", "|---" * len(MEMORY) + "|"]
+    lines += [f"|{'|'.join(row)}|" for row in memory_rows(data)]
     lines += ["", "|rows not judged|source|reason|", "|---|---|---|"]
     lines += [f"|{e['rows']}|{e['source']}|{e['reason']}|" for e in data["not judged"]]
     return "\n".join(lines) + "\n"
@@ -143,14 +169,14 @@ def main() -> int:
     if args.fit:
         write_fit(rows.runs(read)[0])
         hardware.catalogue.cache_clear()
-    good, bad = rows.runs(read)
-    data = report(judge.judge(good, args.held_out), bad, args.held_out)
+    data = report(read, args.held_out)
     console = Console(width=None if sys.stdout.isatty() else 180)
     for table in tables(data):
         console.print(table)
     regret = data["regret"]
     if regret["jobs"]:
-        console.print(f"{len(good)} rows judged, {len(bad)} not; regret {regret['mean']:.1f}% mean, {regret['max']:.1f}% largest")
+        console.print(f"regret {regret['mean']:.1f}% mean, {regret['max']:.1f}% largest, over {regret['jobs']} jobs")
+    console.print(f"{len(data['runs'])} rows judged, {sum(e['rows'] for e in data['not judged'])} not")
     if args.json:
         args.json.write_text(json.dumps(data, indent=1, allow_nan=True) + "\n")
     if args.write:

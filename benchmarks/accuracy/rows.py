@@ -110,14 +110,7 @@ def run_of(row: Row) -> Run:
     for pattern, why in LEFT_OUT:
         if _matches(row, pattern):
             raise Unjudged(why)
-    source = source_of(row)
-    row = dict(row)
-    for name, value in source.defaults.items():
-        if row.get(name, "") in ("", "?", "n/a") or row[name].startswith("? ("):
-            row[name] = value
-    for pattern, new, _ in CORRECTED:
-        if _matches(row, pattern):
-            row.update(new)
+    row, source = prepared(row)
     gpu = gpu_of(row.get("gpu", ""))
     if source.network_gb_s:
         gpu = replace(gpu, network_gb_s=source.network_gb_s)
@@ -125,7 +118,22 @@ def run_of(row: Row) -> Run:
         gpu = replace(gpu, gpus_per_node=source.gpus_per_node, nvlink_domain=source.gpus_per_node)
     workload = workload_of(row, source)
     workload = replace(workload, stack=replace(source.stack, factor=factor(source.stack, gpu.fitted_on)))
-    return Run(row, source, workload, gpu, tokens_per_s(row, workload, gpu))
+    measured = tokens_per_s(row, workload, gpu)
+    if not 0 < measured < math.inf:
+        raise Unjudged(f"throughput {measured:g}")
+    return Run(row, source, workload, gpu, measured)
+
+
+def prepared(row: Row) -> tuple[Row, Source]:
+    """The row with what its source leaves out and with corrections, and its source."""
+    source, row = source_of(row), dict(row)
+    for name, value in source.defaults.items():
+        if row.get(name, "") in ("", "?", "n/a") or row[name].startswith("? ("):
+            row[name] = value
+    for pattern, new, _ in CORRECTED:
+        if _matches(row, pattern):
+            row.update(new)
+    return row, source
 
 
 def _matches(row: Row, pattern: dict[str, str]) -> bool:
@@ -151,11 +159,17 @@ def gpu_of(text: str) -> Gpu:
     raise Unjudged(f"GPU {text or 'not given'}: no constants for it")
 
 
+LARGEST = {"layers": 2000, "hidden": 10**6, "heads": 10**5, "ffn": 10**7, "vocab": 10**8, "seq": 10**9, "vpp": 2000}
+"""What a column may be at most, else 10^7: beyond it something was misread."""
+
+
 def _int(row: Row, name: str, default: int | None = None) -> int:
     text = row.get(name, "")
-    found = re.match(r"\d+", text)
+    found = re.match(r"\d+(?![\d.e])", text)
     if found:
-        return int(found.group())
+        if not 0 < (value := int(found.group())) <= LARGEST.get(name, 10**7):
+            raise Unjudged(f"{name} {value} can't be")
+        return value
     if default is None:
         raise Unjudged(f"{name} {'not given' if text in ('', '?') else text}")
     return default

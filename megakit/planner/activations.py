@@ -41,9 +41,22 @@ class Kept:
         return math.prod(self.shape) * self.width * self.count
 
 
-def ledger(cfg: Config, layout: StageLayout) -> list[Kept]:
+@dataclass(frozen=True)
+class Operators:
+    """What a program's operators keep otherwise than this one's."""
+
+    rotates_in_place: bool = False
+    """Queries and keys are kept after their rotation only."""
+    keeps_scores: bool = False
+    """Attention is not fused: softmax, its dropout's mask and result are kept, 5 bytes per score (Korthikanti et al. 2022)."""
+
+
+MEGAKIT = Operators()
+
+
+def ledger(cfg: Config, layout: StageLayout, operators: Operators = MEGAKIT) -> list[Kept]:
     """What one rank of a stage keeps of one micro-batch, line by line."""
-    return list(_Sizes(cfg).stage(layout))
+    return list(_Sizes(cfg, operators).stage(layout))
 
 
 def peak(row: Iterable[Op], chunk_bytes: Sequence[int], deferred_bytes: Sequence[int]) -> int:
@@ -69,9 +82,9 @@ def deferred(cfg: Config, layout: StageLayout) -> int:
 
 
 class _Sizes:
-    def __init__(self, cfg: Config):
+    def __init__(self, cfg: Config, operators: Operators):
         m, tp = cfg.model, cfg.parallel.tp
-        self.cfg, self.model = cfg, m
+        self.cfg, self.model, self.operators = cfg, m, operators
         self.width = WEIGHT_BYTES[cfg.train.precision]
         self.S, self.B, self.H = cfg.train.seq_len // cfg.parallel.cp, cfg.train.micro_batch_size, m.hidden_size
         self.s = self.S // tp if cfg.parallel.sequence_parallel else self.S
@@ -122,7 +135,9 @@ class _Sizes:
             yield Kept("attention: q, k, v in fp32", "3 S B N D", (3, S, B, N, D), 4, count)
             yield Kept("attention: scores, mask and weights", "3 B N S S", (3, B, N, S, S), 4, count)
         elif not selective:
-            if self.model.position_embedding == "rope":
+            if self.operators.keeps_scores:
+                yield Kept("attention: softmax, mask, dropped out", "5 B N S S", (5, B, N, S, S), 1, count)
+            if self.model.position_embedding == "rope" and not self.operators.rotates_in_place:
                 yield Kept("attention: rotated q, k", "S B (N + G) D", (S, B, N + G, D), self.width, count)
             yield Kept("attention: log-sum-exp", "B N S", (B, N, S), 4, count)
             if in_blocks(self.cfg) and self.model.attention_dropout:

@@ -1,0 +1,108 @@
+"""Peak of live bytes of each stage: states, the activations in flight, and what the backward pass makes for a moment.
+
+Nothing is fitted. Two instants are compared, by what stands in memory beside the states:
+
+    loss     all that is kept, the fp32 probabilities among it, and the head's weight gradient: 4 H V
+    layers   all that is kept without the loss, and of the layer at work the weight gradients in the compute type, the
+             gradients of its MLP and of two residuals, and, where it is recomputed, what it keeps
+
+The operators are a parameter: published peaks are of programs with other ones. What a process holds beside its tensors
+(context, communication buffers, fragmentation) is not in it. No torch here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from megakit.config.schema import Config
+from megakit.modeling.layout import StageLayout, rank_stages, recomputed_layers, stage_params
+from megakit.parallel.grid import Grid
+from megakit.parallel.pipeline import generators
+from megakit.parallel.pipeline.schedule import Op
+from megakit.planner.activations import MEGAKIT, Kept, Operators, deferred, ledger, peak
+from megakit.planner.stage import make_table
+from megakit.planner.states import states
+from megakit.planner.widths import WEIGHT_BYTES
+
+TRANSFORMER_ENGINE = Operators(rotates_in_place=True)
+"""Megatron with Transformer Engine."""
+MEGATRON_2021 = Operators(rotates_in_place=True, keeps_scores=True)
+"""Megatron without fused attention."""
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Bytes of one rank of a place on the pp axis."""
+
+    stage: int
+    states: int
+    activations: int
+    """In flight at the worst instant."""
+    temporaries: int
+    """Made by the backward pass at that instant."""
+    instant: str
+    """loss | layers."""
+
+    @property
+    def total(self) -> int:
+        return self.states + self.activations + self.temporaries
+
+
+def peaks(cfg: Config, operators: Operators = MEGAKIT) -> list[Peak]:
+    """One for each place on the pp axis, of a resolved recipe."""
+    p = cfg.parallel
+    grid = Grid(p.dp or 1, p.pp, p.cp, p.tp, p.zero_group)
+    return [_peak(cfg, grid, rank, row, operators) for rank, row in enumerate(make_table(cfg, grid).rows)]
+
+
+def _peak(cfg: Config, grid: Grid, rank: int, row: Sequence[Op], operators: Operators) -> Peak:
+    layouts = rank_stages(cfg, rank)
+    lines = [ledger(cfg, layout, operators) for layout in layouts]
+    state = states(cfg, grid, layouts)
+    held = state.weights + state.gradients + state.optimizer + state.padding
+    in_layers = _in_flight(cfg, layouts, row, [[k for k in kept if not _of_loss(k)] for kept in lines])
+    layer = max(_layer(cfg, layout, operators) for layout in layouts)
+    at = [Peak(rank, held, in_layers, layer, "layers")]
+    if any(layout.last for layout in layouts):
+        width = WEIGHT_BYTES["fp32"]
+        head = next(spec for name, spec in stage_params(cfg, _last(layouts), grid.tp, 0).items() if name in HEADS)
+        at.append(Peak(rank, held, _in_flight(cfg, layouts, row, lines), head.shard.numel * width, "loss"))
+    return max(at, key=lambda x: x.total)
+
+
+HEADS = ("output.weight", "embedding.word.weight")
+"""What the head multiplies by, untied or tied."""
+
+
+def _last(layouts: Sequence[StageLayout]) -> StageLayout:
+    return next(layout for layout in layouts if layout.last)
+
+
+def _of_loss(kept: Kept) -> bool:
+    return kept.name.startswith("loss")
+
+
+def _in_flight(cfg: Config, layouts: Sequence[StageLayout], row: Sequence[Op], lines: Sequence[Iterable[Kept]]) -> int:
+    each = [sum(k.bytes for k in kept) for kept in lines]
+    put_off = [deferred(cfg, layout) for layout in layouts] if cfg.parallel.schedule in generators.ZERO_BUBBLE else each
+    return peak(row, each, put_off)
+
+
+def _layer(cfg: Config, layout: StageLayout, operators: Operators) -> int:
+    """Bytes that the backward pass of one layer makes for a moment."""
+    m, p, t = cfg.model, cfg.parallel, cfg.train
+    width = WEIGHT_BYTES[t.precision]
+    first = f"layers.{layout.layers.start}."
+    held = stage_params(cfg, layout, p.tp, 0)
+    weights = sum(spec.shard.numel for name, spec in held.items() if name.startswith(first))
+    tokens = t.micro_batch_size * t.seq_len // p.cp
+    inside = m.ffn_hidden_size // p.tp * (3 if m.activation == "swiglu" else 2)
+    residual = m.hidden_size // (p.tp if p.sequence_parallel else 1)
+    again = 0
+    if recomputed_layers(p, len(layout.layers)):
+        alone = replace(layout, index=1, count=3, layers=range(layout.layers.start, layout.layers.start + 1))
+        bare = replace(cfg, parallel=replace(p, recompute="none", recompute_layers=None))
+        again = sum(kept.bytes for kept in ledger(bare, alone, operators))
+    return math.ceil(weights * width + tokens * (inside + 2 * residual) * width + again)

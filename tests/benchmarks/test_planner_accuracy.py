@@ -1,0 +1,127 @@
+"""The mechanics of benchmarks/planner_accuracy.py, on made-up rows: what is judged, what isn't and why, fitting, regret."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks import planner_accuracy
+from benchmarks.accuracy import fit, judge, memory, rows
+from benchmarks.accuracy.stacks import UNKNOWN, source_of
+from megakit.planner.hardware import Fitted, find
+
+FILE = Path(__file__).with_name("rows.csv")
+
+
+@pytest.fixture(scope="module")
+def judged() -> tuple[list[rows.Run], list[tuple[rows.Row, str]]]:
+    return rows.runs(rows.read(FILE))
+
+
+def test_each_row_is_judged_or_has_a_reason(judged):
+    good, bad = judged
+    assert [(r.row["model"], r.gpu.name, r.workload.world) for r in good] == [
+        ("llama3-8b", "h100", 8),
+        ("llama3-8b", "h100", 8),
+        ("gpt3-175b", "h100", 128),
+        ("llama3-405b", "h100", 512),
+        ("gpt-175b", "a100_80g", 384),
+        ("llama3-8b", "h100", 8),
+    ]
+    reasons = {row["note"]: why for row, why in bad}
+    for note, reason in {
+        "the same again": "printed before",
+        "unknown GPU": "GPU TPUv9: no constants for it",
+        "layout contradicts itself": "tp x pp x cp x dp = 2 x 2 x 1 x 8 = 32 != n_gpus = 8",
+        "unknown precision": "precision int4: not modelled",
+        "out of memory": "ran out of memory",
+        "no sizes": "hidden not given",
+        "heads don't divide": "hidden 4100 isn't a multiple of heads 33",
+    }.items():
+        assert reasons[note] == reason
+    assert "n/a" in reasons["odd number"] and len(reasons) == 8
+
+
+def test_layouts_precisions_and_conventions_are_read_as_meant(judged):
+    small, _, gpt, big, sc, derived = judged[0]
+    assert small.workload.cp == 2 and small.workload.stack.name == "nemo dgxc" and small.workload.zero_group == 8
+    assert (
+        gpt.workload.stage_layers == (1,) * 96 and gpt.workload.schedule == "interleaved_1f1b" and gpt.workload.sequence_parallel
+    )
+    assert big.workload.stage_layers == (1, *(2,) * 62, 1) and big.workload.precision == "fp8"
+    assert big.tokens_per_s == pytest.approx(0.41 * 1979e12 / big.workload.flops_per_token)
+    h, layers, s = 12288, 96, 2048
+    each = 96 * layers * h**2 * (1 + s / (6 * h) + 51200 / (16 * layers * h))
+    assert sc.source == UNKNOWN and sc.tokens_per_s == pytest.approx(150e12 / each)
+    assert derived.workload.dp == 8 and derived.workload.zero == 3 and derived.workload.recompute == "full"
+    assert derived.tokens_per_s == pytest.approx(400e12 / derived.workload.flops_per_token)
+
+
+def test_a_fit_explains_data_that_the_priors_do_not(judged):
+    """Runs whose throughput is the model's own with another GEMM efficiency and a slower program."""
+    truth = replace(find("h100").fitted, gemm=0.70, elementwise=1.3)
+    made = []
+    for run in judged[0]:
+        if run.gpu.name == "h100" and run.source.fitted:
+            for micro in (1, 2, 4):
+                w = replace(run.workload, micro_batch_size=micro, stack=replace(run.workload.stack, factor=1.0))
+                tokens = fit.predicted(replace(run, workload=w), truth, 1.05)
+                made.append(replace(run, workload=w, tokens_per_s=tokens))
+    problem = fit.Problem("h100", made)
+    found = problem.fit()
+    assert max(abs(fit.errors(made, found))) < 0.02  # the priors pull
+    wrong = fit.Constants({n: p[0] for n, p in fit.PRIORS["h100"].items()}, {})
+    assert max(abs(fit.errors(made, wrong))) > 0.05
+    assert set(found.fitted) == set(Fitted.__annotations__) and problem.held_out().shape == (len(made),)
+
+
+def test_the_null_model_is_a_constant_mfu_times_the_ideal_bubble(judged):
+    good = [r for r in judged[0] if r.gpu.name == "h100" and r.workload.precision == "bf16"]
+    same = [replace(r, tokens_per_s=0.5 * (1 - judge.ideal_bubble(r)) / r.workload.flops_per_token) for r in good]
+    assert judge.null_model(same) == pytest.approx([0.0] * len(same))
+    assert judge.ideal_bubble(good[2]) == pytest.approx(7 / (12 * 64 + 7))
+    alone = judge.null_model(same[:1])
+    assert math.isnan(alone[0]) and judge.summary(alone) == {}
+
+
+def test_regret_is_what_choosing_by_the_prediction_costs(judged):
+    first, second = judged[0][:2]
+    ahead, behind = judge.Judged(first, 0.0, 0.0), judge.Judged(second, 0.2, 0.0)
+    (one,) = judge.regrets([ahead, behind])
+    assert one["regret"] == pytest.approx(10.0) and one["grids"] == 2 and one["best"].startswith("tp 1")
+    (none,) = judge.regrets([ahead, judge.Judged(second, 0.0, 0.0)])
+    assert none["regret"] == 0
+
+
+def test_memory_is_predicted_where_it_was_printed():
+    good, bad = memory.memories(rows.read(FILE))
+    assert [m.measured_gib for m in good] == [60.5] and not bad
+    assert 10 < good[0].predicted_gib < 100
+    assert memory.by_group(good)["other"]["rows"] == 1
+
+
+def test_the_command_writes_what_it_found(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "out.json"
+    monkeypatch.setattr("sys.argv", ["planner_accuracy", "--rows", str(FILE), "--json", str(out)])
+    assert planner_accuracy.main() == 0
+    data = json.loads(out.read_text())
+    assert data["groups"]["NVIDIA, h100, bf16"]["rows"] == 3 and len(data["runs"]) == 6
+    assert sum(e["rows"] for e in data["not judged"]) == 8
+    assert "no constants for it" in capsys.readouterr().out
+    assert planner_accuracy.markdown(data).startswith("|group|rows|models|")
+
+
+def test_a_missing_file_is_refused_in_a_line(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["planner_accuracy", "--rows", "nowhere.csv"])
+    assert planner_accuracy.main() == 2
+    assert capsys.readouterr().err == "there is no file nowhere.csv: give one with --rows\n"
+
+
+def test_sources_are_told_apart():
+    assert source_of({"source": "NVIDIA dgxc-benchmarking v9", "model": "llama2-70b"}).stack.name == "maxtext"
+    assert source_of({"source": "NVIDIA dgxc-benchmarking v9", "model": "llama3-70b"}).stack.name == "nemo dgxc"
+    assert source_of({"source": "torchtitan benchmarks", "model": "m", "note": "no compile; x"}).stack.name == "torchtitan, eager"
