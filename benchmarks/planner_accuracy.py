@@ -28,6 +28,7 @@ ROOT = Path(__file__).parent.parent
 DEFAULT = ROOT.parent / "shared" / "reference" / "measured_runs.csv"
 DOC = ROOT / "docs" / "planner_accuracy.md"
 BEGIN, END = "<!-- made by benchmarks/planner_accuracy.py --held-out --write -->\n", "<!-- end -->\n"
+TARGET = ("target", "at most", "reached", "rows", "with factors unknown", "all rows", "null")
 MEMORY = ("group", "rows", "what was printed", "mean error", "largest error", "lowest", "highest")
 COLUMNS = ("source", "model", "seq", "gpu", "n_gpus", "tp", "pp", "vpp", "cp", "dp", "zero")
 KINDS = ("shipped", "held out", "held out, factor unknown", "null")
@@ -60,6 +61,7 @@ def report(read: list[rows.Row], held_out: bool) -> dict[str, Any]:
     reasons = Counter((row.get("source", ""), why) for row, why in bad)
     return {
         "groups": judge.by_group(judged),
+        "targets": targets(judged) if held_out else [],
         "regret": {
             "held out": held_out,
             "jobs": len(regret),
@@ -88,6 +90,38 @@ def report(read: list[rows.Row], held_out: bool) -> dict[str, Any]:
     }
 
 
+TARGETS: tuple[tuple[str, tuple[str, ...], dict[str, float]], ...] = (
+    ("H100, NVIDIA, bf16", ("NVIDIA, h100, bf16",), {"mean": 4.0}),
+    ("H100, NVIDIA, fp8", ("NVIDIA, h100, fp8",), {"mean": 4.5}),
+    ("llm-foundry", ("llm-foundry",), {"median": 3.0, "p90": 8.0}),
+    ("vTrain", ("vTrain",), {"median": 6.0, "p90": 12.0}),
+    ("BigScience", ("BigScience",), {"median": 4.0, "p90": 11.0}),
+    ("B200", ("NVIDIA, b200", "SimuMax, b200"), {"mean": 5.0}),
+)
+"""(name, groups that begin so, largest held-out error in %)"""
+
+
+def targets(judged: list[judge.Judged]) -> list[dict[str, Any]]:
+    """What was aimed at, and what is reached on held-out models."""
+    out = []
+    for name, begins, bars in TARGETS:
+        group = [j for j in judged if j.run.group.startswith(begins) and j.held_out is not None]
+        known, nulls = [j.held_out for j in group if not j.alone], [j.null for j in group if not j.alone]
+        for statistic, bar in bars.items():
+            out.append(
+                {
+                    "target": f"{name}, {statistic}",
+                    "at most": bar,
+                    "reached": judge.summary(known).get(statistic),
+                    "rows": len(known),
+                    "with factors unknown": judge.summary([j.held_out for j in group]).get(statistic),
+                    "all rows": len(group),
+                    "null": judge.summary(nulls).get(statistic),
+                }
+            )
+    return out
+
+
 def cells(entry: dict[str, Any]) -> list[str]:
     """Of a group: rows, models, and median / p90 / largest (mean) of each kind."""
     out = [str(entry["rows"]), str(entry["models"])]
@@ -95,6 +129,13 @@ def cells(entry: dict[str, Any]) -> list[str]:
         s = entry[kind]
         out.append(f"{s['mean']:.1f} ({s['median']:.1f} / {s['p90']:.1f} / {s['max']:.1f})" if s else "")
     return out
+
+
+def target_rows(data: dict[str, Any]) -> list[list[str]]:
+    """Of the table of targets."""
+    return [
+        ["" if t[k] is None else f"{t[k]:.1f}" if isinstance(t[k], float) else str(t[k]) for k in TARGET] for t in data["targets"]
+    ]
 
 
 def memory_rows(data: dict[str, Any]) -> list[list[str]]:
@@ -132,13 +173,21 @@ def tables(data: dict[str, Any]) -> list[Table]:
         left.add_column(name)
     for entry in data["not judged"]:
         left.add_row(str(entry["rows"]), entry["source"], entry["reason"])
-    return [errors, regret, peaks, left]
+    aims = Table(title="Held-out models, error in %", box=box.SIMPLE_HEAD)
+    for name in TARGET:
+        aims.add_column(name, justify="left" if name == "target" else "right")
+    for row in target_rows(data):
+        aims.add_row(*row)
+    return [errors, aims, regret, peaks, left]
 
 
 def markdown(data: dict[str, Any]) -> str:
     """For the documentation."""
     lines = ["|group|rows|models|" + "|".join(KINDS) + "|", "|---" * (3 + len(KINDS)) + "|"]
     lines += [f"|{name}|{'|'.join(cells(entry))}|" for name, entry in data["groups"].items()]
+    for place, names in enumerate((TARGET, ["---"] * len(TARGET))) if data["targets"] else ():
+        lines += [""] * (not place) + ["|" + "|".join(names) + "|"]
+    lines += [f"|{'|'.join(row)}|" for row in target_rows(data)]
     regret = data["regret"]
     if regret["jobs"]:
         lines += [
