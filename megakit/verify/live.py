@@ -57,6 +57,8 @@ class LiveBytes(TorchDispatchMode):
         return out
 
     def _add(self, tensor: torch.Tensor, func: Any) -> None:
+        if tensor.is_meta:  # has no memory: torch works out shapes with them
+            return
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._alive:
@@ -95,6 +97,10 @@ class LiveBytes(TorchDispatchMode):
         if found and found[1] != storage.nbytes():
             self._alive[storage._cdata] = (found[0], storage.nbytes(), self.label)
             self._grow(storage.nbytes() - found[1], "resize_")
+
+    def begin(self) -> None:
+        """What there has been so far is no matter for `most`."""
+        self.most, self.at = self.now, Moment()
 
     # in parts, for replay
 

@@ -12,16 +12,18 @@ import json
 import multiprocessing
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from megakit.config import rules
 from megakit.config.schema import Config
-from megakit.errors import Refused
+from megakit.errors import Refused, Stop
 from megakit.parallel.grid import Grid
 from megakit.planner.notes import counted
-from megakit.planner.plan import make_plan
+from megakit.planner.plan import Plan, make_plan
 from megakit.verify import sample
 from megakit.verify.job import Job, ranks_text
 from megakit.verify.match import mismatches
@@ -48,6 +50,8 @@ class StagePeak:
     """Tensors that live as long as the run: weights, gradients, masters, moments."""
     peak_bytes: int
     """The most bytes of tensors alive at once, static ones included."""
+    planned_bytes: int
+    """What the plan counts for the stage."""
     at: str
     """What the rank computes then: F3, B3c1 (chunk 1), optimizer step."""
     operation: str
@@ -103,7 +107,7 @@ def prove(
     recipe can't be planned, or `types` are asked for without spmd-types.
     """
     started, cpu = time.monotonic(), time.process_time()
-    make_plan(cfg, world)
+    plan = make_plan(cfg, world)
     if types and importlib.util.find_spec("spmd_types") is None:
         raise Refused("the check of gradients by types needs spmd-types: pip install spmd-types==0.3.1")
     cfg = rules.resolve(cfg, rules.planned_world(cfg) if world is None else world)
@@ -162,7 +166,7 @@ def prove(
         semantics=[NAMES[s] for s in holds],
         types_checked=sorted(r for r, lines in typed.items() if not any(line.startswith(_UNTYPED) for line in lines)),
         errors=errors,
-        peaks=_peaks(grid, stepped),
+        peaks=_peaks(grid, plan, stepped),
         assumptions=_assumptions(cfg, grid, chosen, stepped, types),
         seconds=time.monotonic() - started,
         cpu_seconds=time.process_time() - cpu + (sum(s.seconds for s in stepped.values()) if processes > 1 else 0.0),
@@ -197,8 +201,16 @@ def _workers(processes: int) -> Iterator[Callable[[Sequence[Any]], Iterable[Any]
         return
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["megakit.verify.step"])
-    with context.Pool(processes) as pool:
-        yield lambda tasks: pool.imap_unordered(_work, tasks)
+    with ProcessPoolExecutor(processes, mp_context=context) as pool:
+
+        def work(tasks: Sequence[Any]) -> Iterator[Any]:
+            for future in as_completed([pool.submit(_work, task) for task in tasks]):
+                yield future.result()
+
+        try:
+            yield work
+        except BrokenProcessPool as e:
+            raise Stop("a process of the proof was killed, perhaps for lack of memory: use fewer processes") from e
 
 
 def _job(grid: Grid, chosen: sample.Sample, stepped: dict[int, Stepped]) -> Job:
@@ -213,12 +225,13 @@ def _job(grid: Grid, chosen: sample.Sample, stepped: dict[int, Stepped]) -> Job:
     return Job(grid, programs, of, {rank: s.program for rank, s in stepped.items()})
 
 
-def _peaks(grid: Grid, stepped: dict[int, Stepped]) -> list[StagePeak]:
+def _peaks(grid: Grid, plan: Plan, stepped: dict[int, Stepped]) -> list[StagePeak]:
     out = []
     for stage in range(grid.pp):
         here = [s for rank, s in sorted(stepped.items()) if grid.coords(rank)["pp"] == stage]
         s = max(here, key=lambda s: s.most_bytes)
-        out.append(StagePeak(stage, s.rank, s.static_bytes, s.most_bytes, s.at.label, s.at.operation, s.at.site))
+        planned = plan.stages[stage].total_bytes
+        out.append(StagePeak(stage, s.rank, s.static_bytes, s.most_bytes, planned, *s.at))
     return out
 
 

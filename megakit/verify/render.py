@@ -57,11 +57,12 @@ def _facts(proof: Proof) -> Table:
 def _peaks(proof: Proof) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     unit, size = ("GiB", GIB) if max(p.peak_bytes for p in proof.peaks) >= GIB else ("MiB", MIB)
-    for name in ("stage", f"static\n{unit}", f"peak\n{unit}"):
+    for name in ("stage", f"static\n{unit}", f"peak\n{unit}", f"plan\n{unit}"):
         table.add_column(name, justify="right", no_wrap=True)
     for name in ("most live bytes in", "at"):
         table.add_column(name)
     for p in proof.peaks:
         operation = p.operation.removeprefix("aten.").removesuffix(".default")
-        table.add_row(str(p.stage), f"{p.static_bytes / size:.3f}", f"{p.peak_bytes / size:.3f}", f"{p.at}: {operation}", p.site)
+        bytes_ = (f"{n / size:.3f}" for n in (p.static_bytes, p.peak_bytes, p.planned_bytes))
+        table.add_row(str(p.stage), *bytes_, f"{p.at}: {operation}", p.site)
     return table

@@ -72,7 +72,7 @@ def test_every_layout_is_proven(layout):
         {**CHUNKS, **SP, "dp": 2, "zero": 2, "schedule": "zb_v"},
         {"pp": 3, "schedule": "zb_h1", "recompute": "full"},
         {"dp": 2, "zero": 3},
-        {**CHUNKS, "schedule": "interleaved_1f1b", "cp": 2},
+        {**CHUNKS, "schedule": "interleaved_1f1b"},
     ],
     ids=["1f1b", "zb_v", "zb_h1", "zero 3", "interleaved"],
 )
