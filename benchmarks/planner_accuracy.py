@@ -28,10 +28,10 @@ ROOT = Path(__file__).parent.parent
 DEFAULT = ROOT.parent / "shared" / "reference" / "measured_runs.csv"
 DOC = ROOT / "docs" / "planner_accuracy.md"
 BEGIN, END = "<!-- made by benchmarks/planner_accuracy.py --held-out --write -->\n", "<!-- end -->\n"
-TARGET = ("target", "at most", "reached", "rows", "with factors unknown", "all rows", "null")
+TARGET = ("target", "at most", "reached", "rows", "with factors unknown", "with factors of other grids", "all rows", "null")
 MEMORY = ("group", "rows", "what was printed", "mean error", "largest error", "lowest", "highest")
 COLUMNS = ("source", "model", "seq", "gpu", "n_gpus", "tp", "pp", "vpp", "cp", "dp", "zero")
-KINDS = ("shipped", "held out", "held out, factor unknown", "null")
+KINDS = ("shipped", "held out", "held out, factor unknown", "its factor of other grids", "null")
 
 
 def write_fit(runs: list[rows.Run]) -> None:
@@ -115,6 +115,9 @@ def targets(judged: list[judge.Judged]) -> list[dict[str, Any]]:
                     "reached": judge.summary(known).get(statistic),
                     "rows": len(known),
                     "with factors unknown": judge.summary([j.held_out for j in group]).get(statistic),
+                    "with factors of other grids": judge.summary(
+                        [j.by_grids if j.alone and j.by_grids is not None else j.held_out for j in group]
+                    ).get(statistic),
                     "all rows": len(group),
                     "null": judge.summary(nulls).get(statistic),
                 }
@@ -219,7 +222,7 @@ def main() -> int:
         write_fit(rows.runs(read)[0])
         hardware.catalogue.cache_clear()
     data = report(read, args.held_out)
-    console = Console(width=None if sys.stdout.isatty() else 180)
+    console = Console(width=None if sys.stdout.isatty() else 240)
     for table in tables(data):
         console.print(table)
     regret = data["regret"]

@@ -26,6 +26,8 @@ class Judged:
     """Of the null model, fitted on the other models."""
     held_out: float | None = None
     """With constants fitted on the other models; None: not asked for, or the run takes no part in a fit."""
+    by_grids: float | None = None
+    """The same, with the factor of the program from its runs on other grids."""
     alone: bool = False
     """Its program has no other model on this chip: its factor could not be known when it was held out."""
 
@@ -33,6 +35,7 @@ class Judged:
 def judge(runs: Sequence[Run], held_out: bool) -> list[Judged]:
     """All runs; `held_out` fits each chip once for every model."""
     out: dict[int, float] = {}
+    by_grids: dict[int, float] = {}
     lonely: set[int] = set()
     if held_out:
         for chip in PRIORS:
@@ -41,14 +44,25 @@ def judge(runs: Sequence[Run], held_out: bool) -> list[Judged]:
                 continue
             problem = Problem(chip, mine)
             problem.fit()
-            for run, error in zip(mine, problem.held_out()):
+            errors = problem.held_out()
+            for run, error in zip(mine, errors):
                 out[id(run)] = math.expm1(-error)
+                others = [e for r, e in zip(mine, errors) if r.stack == run.stack and grid(r) != grid(run)]
+                if others:
+                    by_grids[id(run)] = math.expm1(float(np.median(others)) - error)
                 if not any(r.stack == run.stack and r.model != run.model for r in mine):
                     lonely.add(id(run))
     nulls = null_model(runs)
     return [
-        Judged(run, shipped_error(run), null, out.get(id(run)), id(run) in lonely) for run, null in zip(runs, nulls, strict=True)
+        Judged(run, shipped_error(run), null, out.get(id(run)), by_grids.get(id(run)), id(run) in lonely)
+        for run, null in zip(runs, nulls, strict=True)
     ]
+
+
+def grid(run: Run) -> tuple[int, ...]:
+    """What tells layouts of a program apart."""
+    w = run.workload
+    return w.tp, w.pp, w.virtual_stages, w.cp, w.dp, w.zero, w.zero_group, w.seq
 
 
 def shipped_error(run: Run) -> float:
@@ -96,6 +110,7 @@ def by_group(judged: Sequence[Judged]) -> dict[str, dict[str, Any]]:
             "shipped": summary([j.shipped for j in group]),
             "held out": summary([j.held_out for j in group if j.held_out is not None and not j.alone]),
             "held out, factor unknown": summary([j.held_out for j in group if j.held_out is not None and j.alone]),
+            "its factor of other grids": summary([j.by_grids for j in group if j.by_grids is not None and j.alone]),
             "null": summary([j.null for j in group]),
         }
         for name, group in sorted(groups.items())

@@ -202,6 +202,7 @@ class Kernels:
         """What is done again before a layer's backward pass; None: nothing."""
         w, f = self.w, layer.forward
         if w.recompute == "full":
+            f = f._replace(memory=f.memory + w.stack.checkpoint_s)
             if not w.stack.stops_early:
                 return f
             last = self.linear(w.ffn / w.tp, w.hidden, self.linear_rate, self.fp8)[0]

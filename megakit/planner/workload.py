@@ -43,6 +43,8 @@ class Stack:
     """Transfers between stages run beside the computation of another micro-batch, with virtual stages."""
     stops_early: bool = False
     """Recomputation of a layer ends where its last product begins, whose output the backward pass doesn't need (torch's does)."""
+    checkpoint_s: float = 0.0
+    """Seconds for which the GPU waits when a layer's recomputation starts: old programs read its random state back first."""
     pp_scatter: bool = False
     """Transfers are cut over the tp ranks also without sequence parallelism."""
     dp_inside: bool = False

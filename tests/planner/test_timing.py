@@ -12,7 +12,9 @@ from megakit.config.compose import compose
 from megakit.config.schema import Config
 from megakit.modeling.layout import parameter_count
 from megakit.observe.flops import flops_per_token
-from megakit.planner import hardware, timing
+from megakit.planner import hardware, kernels, timing
+from megakit.planner.kernels import Kernels
+from megakit.planner.links import Links
 from megakit.planner.workload import Stack, Workload
 from tests.config.tiny import tiny
 
@@ -33,7 +35,7 @@ def test_the_parts_add_up():
     for w in (seventy(), seventy("parallel.tp=4", "parallel.cp=2"), seventy("parallel.pp=1", "parallel.zero=3")):
         t = timing.estimate(w, H100)
         parts = (t.gemm, t.attention, t.memory, *t.exposed.values(), t.bubble, t.optimizer, t.stragglers)
-        assert sum(parts) == pytest.approx(t.seconds, rel=1e-12)
+        assert sum(parts) == pytest.approx(t.seconds, rel=1e-9)
         assert min(parts) >= 0 and min(t.hidden.values()) >= 0
         assert t.tokens_per_s_per_gpu == pytest.approx(w.tokens_per_step / t.seconds / w.world)
 
@@ -108,3 +110,78 @@ def test_a_tiny_model_can_be_timed():
 
 def test_no_torch_is_imported():
     assert "torch" not in vars(timing) and "torch" not in vars(sys.modules["megakit.planner.kernels"])
+
+
+@pytest.mark.parametrize("recipe", ["llama7b", "llama70b", "gpt2_124m"])
+def test_the_products_flops_are_the_models(monkeypatch, recipe):
+    """Without launches, waves and memory traffic, what is left of the products and of attention is FLOPs over rate."""
+    for name, value in {"WAVE": 0.0, "LAUNCH": 0.0, "HALF_SPEED": 0.0}.items():
+        monkeypatch.setattr(kernels, name, value)
+    cfg = compose([f"+recipe={recipe}", "cluster=h100"])
+    cfg = rules.resolve(cfg, rules.planned_world(cfg))
+    cfg.model.make_vocab_size_divisible_by = 1
+    w = replace(Workload.of(cfg), tp=1, pp=1, cp=1, vocab=cfg.model.vocab_size, stage_layers=(cfg.model.num_layers,))
+    w = replace(w, recompute="none", schedule="1f1b", virtual_stages=1)
+    gpu = replace(H100, memory_tb_s=1e12)
+    t, tokens = timing.estimate(w, gpu), w.seq * w.micro_batch_size * w.micro_batches
+    tables = 1 if w.tied else 2  # the head is one of them
+    vectors = parameter_count(cfg) - tables * w.table_elements - w.layers * w.layer_elements - w.learned * w.hidden
+    attention = w.flops_per_token - w.causal_flops_per_token
+    products = w.flops_per_token - 6 * vectors - 2 * attention
+    assert t.gemm * gpu.bf16_tflops * 1e12 * gpu.fitted.gemm == pytest.approx(products * tokens, rel=1e-9)
+    done = t.attention * gpu.bf16_tflops * 1e12 * gpu.fitted.attention / (1 + 2.5 / kernels.ATTENTION_BACKWARD)
+    assert done == pytest.approx(attention / 3 * tokens, rel=1e-9)  # of 3 parts the forward pass is one
+
+
+def test_a_group_with_more_ranks_of_a_node_drives_more_network_cards():
+    w = replace(seventy(), tp=4, pp=4, cp=1, dp=16, zero_group=16)
+    inside, outside = (Links(replace(w, stack=replace(w.stack, dp_inside=i)), H100) for i in (True, False))
+    card = H100.network_gb_s * 1e9 * H100.fitted.network
+    assert inside.ring(16, inside.replicas_per_node)[0] == pytest.approx(2 * card)
+    assert outside.ring(16, outside.replicas_per_node)[0] == pytest.approx(card)
+    assert inside.ring(2, 2)[0] == H100.nvlink_gb_s * 1e9 * H100.fitted.nvlink
+    whole, half = (Links(replace(w, zero_group=g), H100) for g in (16, 8))
+    assert half.shards(1e9) < whole.shards(1e9) and whole.copies(1e9) == 0 < half.copies(1e9)
+    assert whole.broadcasts() == 0 < Links(replace(w, stack=replace(w.stack, broadcasts=True)), H100).broadcasts()
+
+
+def test_traits_of_a_program_cost_what_they_say():
+    w = replace(seventy(), recompute="full")
+    k = Kernels(w, H100, Links(w, H100))
+    layer = k.layer()
+
+    def again(**traits):
+        stack = replace(w.stack, **traits)
+        out = Kernels(replace(w, stack=stack), H100, Links(w, H100)).recomputed(layer)
+        assert out is not None
+        return out
+
+    whole, early = again(stops_early=False), again(stops_early=True)
+    assert whole == layer.forward
+    down = k.linear(w.ffn / w.tp, w.hidden, k.rate, False)[0]
+    assert whole.gemm - early.gemm == pytest.approx(down) and early.tp < whole.tp
+    assert again(checkpoint_s=0.5).memory - early.memory == pytest.approx(0.5)
+    older = Kernels(replace(w, stack=replace(w.stack, flash_version=2)), H100, Links(w, H100))
+    assert older.attention()[0] / k.attention()[0] == pytest.approx(1 / kernels.OLDER_FLASH, rel=0.02)
+    plain = replace(w, stack=replace(w.stack, flash=False))
+    off = replace(plain, head_dim=w.head_dim - 1)
+    odd, even = (Kernels(x, H100, Links(x, H100)).attention()[0] for x in (off, plain))
+    assert odd > 3 * even
+    ring, gathered = (replace(w, cp=2, tp=4, cp_gather=g) for g in (False, True))
+    assert timing.estimate(ring, H100).exposed["cp"] < timing.estimate(gathered, H100).exposed["cp"]
+    hidden = replace(w, stack=replace(w.stack, tp_overlap=True))
+    share = timing.estimate(hidden, H100).exposed["tp"] / timing.estimate(w, H100).exposed["tp"]
+    assert H100.fitted.tp_exposed < share < 1  # the embedding's and the head's are not hidden
+
+
+def test_more_micro_batches_hide_more_of_zero_1_and_less_of_zero_3():
+    cfg = compose(["+recipe=llama7b", "cluster=h100", "cluster.nodes=16", "parallel.zero=1"])
+    one = replace(Workload.of(rules.resolve(cfg, rules.planned_world(cfg))), micro_batches=1)
+
+    def exposed(**keys) -> float:
+        t = timing.estimate(replace(one, **keys), H100)
+        return t.exposed["dp"] / t.seconds
+
+    assert exposed(micro_batches=8) < exposed() < exposed(stack=replace(one.stack, dp_overlap=False))
+    assert exposed(zero=3, micro_batches=8) > exposed(zero=1, micro_batches=8)
+    assert exposed(zero=2, micro_batches=8) > exposed(zero=1, micro_batches=8)
