@@ -92,8 +92,11 @@ class Problem:
             moved = self.x.copy()
             moved[i] += STEP
             jacobian[:, i] = (errors(self.runs, self.constants(moved)) - e) / STEP
-        for i, run in enumerate(self.runs):
-            jacobian[i, len(NAMES) + self.stacks.index(run.stack)] = 1.0
+        moved = self.x.copy()
+        moved[len(NAMES) :] += STEP
+        slope = (errors(self.runs, self.constants(moved)) - e) / STEP
+        for i, run in enumerate(self.runs):  # a run has the factor of one program
+            jacobian[i, len(NAMES) + self.stacks.index(run.stack)] = slope[i]
         return e, jacobian
 
     def solve(self, e: np.ndarray, jacobian: np.ndarray, keep: np.ndarray) -> np.ndarray:

@@ -70,9 +70,10 @@ def shipped_error(run: Run) -> float:
 
 
 def null_model(runs: Sequence[Run]) -> list[float]:
-    """Errors of a constant MFU per GPU and precision, times the ideal pipeline bubble; fitted on the other models."""
+    """Errors of a constant MFU times the ideal pipeline bubble: the median of the other models of the same group (publisher,
+    GPU and precision), a stronger null than one of the GPU alone. NaN where the group has no other model."""
     useful = [math.log(r.tokens_per_s * r.workload.flops_per_token / (1 - ideal_bubble(r))) for r in runs]
-    keys = [(r.gpu.name, r.workload.precision) for r in runs]
+    keys = [r.group for r in runs]
     out = []
     for run, key, own in zip(runs, keys, useful):
         others = [u for r, k, u in zip(runs, keys, useful) if k == key and r.model != run.model]

@@ -46,7 +46,7 @@ MEGATRON_PLAIN = replace(MEGATRON_CORE, name="megatron-core, no overlap of tp", 
 MEGATRON_2021 = Stack(
     "megatron-lm 2021", flash=False, loss_bytes=40, dp_overlap=False, pp_overlap=False, pp_scatter=True, dp_inside=True
 )
-MEGATRON_DEEPSPEED = replace(MEGATRON_2021, name="megatron-deepspeed", checkpoint_s=2e-3)
+MEGATRON_DEEPSPEED = replace(MEGATRON_2021, name="megatron-deepspeed", checkpoint_s=1e-3)
 FSDP = Stack("llm-foundry", fused=False, loss_bytes=40, flash_version=1, stops_early=True, accumulates=False)
 COMPILED = Stack("fsdp, compiled", loss_bytes=32, flash_version=2, stops_early=True, accumulates=False)
 EAGER = Stack("fsdp, eager", fused=False, loss_bytes=40, flash_version=2, stops_early=True, accumulates=False)

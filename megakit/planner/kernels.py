@@ -61,6 +61,15 @@ class Piece:
     """Seconds of traffic forward and backward that run beside computation."""
     hidden_cp: float = 0.0
 
+    def times(self, factor: float) -> Piece:
+        return Piece(
+            self.forward.times(factor),
+            self.input_gradient.times(factor),
+            self.weight_gradient.times(factor),
+            self.hidden_tp * factor,
+            self.hidden_cp * factor,
+        )
+
 
 class Kernels:
     """The kernels of one workload on one GPU."""

@@ -102,6 +102,9 @@ class _Step:
         self.kernels = Kernels(w, gpu, self.links)
         self.layer, self.embedding, self.head = self.kernels.layer(), self.kernels.embedding(), self.kernels.head()
         self.again = self.kernels.recomputed(self.layer)
+        if w.stack.factor != 1.0:
+            self.layer = self.layer.times(w.stack.factor)
+            self.again = None if self.again is None else self.again.times(w.stack.factor)
         self.transfer = 0.0
         if w.pp > 1:
             self.transfer = self.links.pp(self.kernels.rows * w.hidden * BYTES[w.precision])
@@ -159,24 +162,24 @@ class _Step:
         dp_exposed, dp_hidden = self.data_parallel(elements, layers, pipeline, busy[worst])
         optimizer = self.optimizer(elements)
         lag = 1.0 + self.gpu.fitted.straggler * max(0.0, math.log2(w.world / 8))
-        known = (pipeline + dp_exposed + optimizer) * w.stack.factor
-        seconds, k = known * lag, w.stack.factor
+        known = pipeline + dp_exposed + optimizer
+        seconds = known * lag
         tokens = w.tokens_per_step / seconds / w.world
         peak = 1e12 * (self.gpu.fp32_tflops if w.precision == "fp32" else self.gpu.bf16_tflops)
         return StepTime(
             seconds=seconds,
-            gemm=parts.gemm * k,
-            attention=parts.attention * k,
-            memory=parts.memory * k,
-            exposed={"tp": parts.tp * k, "cp": parts.cp * k, "pp": parts.pp * k, "dp": dp_exposed * k},
+            gemm=parts.gemm,
+            attention=parts.attention,
+            memory=parts.memory,
+            exposed={"tp": parts.tp, "cp": parts.cp, "pp": parts.pp, "dp": dp_exposed},
             hidden={
-                "tp": hidden_tp * k,
-                "cp": hidden_cp * k,
-                "pp": parts.pp * k * (1 / self.pp_share - 1),
-                "dp": dp_hidden * k,
+                "tp": hidden_tp,
+                "cp": hidden_cp,
+                "pp": parts.pp * (1 / self.pp_share - 1),
+                "dp": dp_hidden,
             },
-            bubble=bubble * k,
-            optimizer=optimizer * k,
+            bubble=bubble,
+            optimizer=optimizer,
             stragglers=seconds - known,
             stages=stages,
             tokens_per_s_per_gpu=tokens,

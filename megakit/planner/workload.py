@@ -50,7 +50,7 @@ class Stack:
     dp_inside: bool = False
     """Ranks are numbered with dp inside of pp, so that a node has more ranks of a data parallel group."""
     factor: float = 1.0
-    """Time relative to the constants of the GPU: what one program does better or worse throughout."""
+    """Time of a layer relative to the constants of the GPU: what one program does better or worse throughout."""
 
 
 MEGAKIT = Stack("megakit", fused=False, loss_bytes=40, stops_early=True)

@@ -80,7 +80,7 @@ def test_a_fit_explains_data_that_the_priors_do_not(judged):
 
 
 def test_the_null_model_is_a_constant_mfu_times_the_ideal_bubble(judged):
-    good = [r for r in judged[0] if r.gpu.name == "h100" and r.workload.precision == "bf16"]
+    good = [r for r in judged[0] if r.group == "NVIDIA, h100, bf16"]
     same = [replace(r, tokens_per_s=0.5 * (1 - judge.ideal_bubble(r)) / r.workload.flops_per_token) for r in good]
     assert judge.null_model(same) == pytest.approx([0.0] * len(same))
     assert judge.ideal_bubble(good[2]) == pytest.approx(7 / (12 * 64 + 7))
