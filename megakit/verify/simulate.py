@@ -15,7 +15,7 @@ An operation is active when nothing stands before it in its queue, and done when
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -119,7 +119,7 @@ class Simulation:
     def members(self, rank: int, queue: str) -> tuple[int, ...]:
         """Of its group, those that are simulated."""
         if (rank, queue) not in self._members:
-            self._members[rank, queue] = tuple(dict.fromkeys(self.stands_for[r] for r in self.job.members(rank, queue)))
+            self._members[rank, queue] = tuple(sorted({self.stands_for[r] for r in self.job.members(rank, queue)}))
         return self._members[rank, queue]
 
     def _run(self, rank: int) -> None:
@@ -267,12 +267,13 @@ class Simulation:
         return f"rank {rank} waits for rank {self._awaited(rank)} in {program.where(head.number)}{behind}"
 
 
-def deadlocks(job: Job) -> tuple[list[str], list[str]]:
-    """-> the semantics under which all ranks come to their end, and a line for each of the others; of none, one line."""
+def deadlocks(job: Job, tried: Sequence[str] = SEMANTICS) -> tuple[list[str], list[str]]:
+    """-> the semantics, of the last ones in order, under which all ranks come to their end, and a line for each of the others;
+    of none, one line."""
     lines: list[str] = []
-    for at, semantics in enumerate(SEMANTICS):
+    for at, semantics in enumerate(tried):
         line = Simulation(job, semantics).report()
         if line is None:
-            return list(SEMANTICS[at:]), lines
+            return list(tried[at:]), lines
         lines.append(line)
     return [], lines[-1:]

@@ -51,7 +51,7 @@ def verdict(grid: Grid, programs: dict[int, Program]) -> tuple[list[str], dict[s
 
 def by_hand(grid: Grid, *rows: str) -> dict[int, Program]:
     """Programs of words: `tp` an operation on that group that is waited for at once, `tp:a` one that is waited for at `=a`,
-    `>1` and `<1` a send to and a receive from place 1 of pp, with `:a` as above."""
+    `>1` and `<1` a send to and a receive from place 1 of pp, `shift` one over cp, with `:a` as above."""
     return {rank: Program.of(_events(row)) for rank, row in enumerate(rows)}
 
 
@@ -66,6 +66,8 @@ def _events(row: str) -> Events:
         what, _, name = word.partition(":")
         if what[0] in "<>":
             call = Call("send" if what[0] == ">" else "recv", "pp", "pp", (1,), "float32", peer=int(what[1:]), site="here")
+        elif what == "shift":
+            call = Call("shift", "cp", "cp", (1,), "float32", site="here")
         else:
             call = Call("all_reduce", what, what, (1,), "float32", "sum", site="here")
         out.append(Post(call))

@@ -172,6 +172,26 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.parametrize("grid", [Grid(dp=2, pp=3), Grid(dp=3, tp=3), Grid(dp=2, cp=4)], ids=str)
+def test_cells_of_random_jobs(grid):
+    """Ranks with equal programs whose partners differ are told apart: the simulation of cells is that of all ranks."""
+    chance = random.Random(17)
+    words = {"pp": [">1", "<0", ">0", "<1", ">2", "<2", "dp"], "tp": ["tp", "dp"], "cp": ["cp", "dp", "shift"]}
+    here = words["pp" if grid.pp > 1 else "tp" if grid.tp > 1 else "cp"]
+    stuck_somewhere = fewer = 0
+    for _ in range(400):
+        rows = [" ".join(chance.choices(here, k=chance.randrange(1, 4))) for _ in range(2)]
+        of = [chance.randrange(2) if chance.random() < 0.3 else 0 for _ in range(grid.world)]
+        job = Job(grid, [*by_hand(grid, *rows).values()], of)
+        for semantics in ("blocking", "gloo"):
+            part, whole = Simulation(job, semantics), Simulation(job, semantics, whole=True)
+            expected = [r for r in range(grid.world) if part.stands_for[r] in part.stuck]
+            assert sorted(whole.stuck) == expected, (rows, of, semantics)
+            stuck_somewhere += 0 < len(expected) < grid.world
+        fewer += len(set(cells(job))) < grid.world
+    assert stuck_somewhere > 20 and fewer > 100
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_cells_move_in_step(layout):
     """The simulation of one rank of each cell has the verdict of the simulation of all ranks, also with a fault."""
