@@ -53,7 +53,9 @@ def test_an_unknown_gpu_is_refused_with_the_known_ones():
         find("tpu")
 
 
-def test_a_recipes_own_numbers_win():
-    cluster = ClusterConfig(name="h100", peak_bf16_tflops=756.0, network_gb_s=None)
-    gpu = find("h100").of_cluster(cluster)
-    assert (gpu.bf16_tflops, gpu.network_gb_s) == (756.0, find("h100").network_gb_s)
+@pytest.mark.parametrize("key", SAME)
+def test_a_recipes_own_numbers_win(key):
+    given = ClusterConfig(name="h100")
+    setattr(given, key, 7)
+    gpu = find("h100").of_cluster(given)
+    assert gpu == dataclasses.replace(find("h100"), **{SAME[key]: 7})

@@ -53,3 +53,10 @@ def test_a_recomputed_layer_stands_in_memory_while_it_is_at_work():
     before, after = peaks(plain), peaks(full)
     assert after[0].total < before[0].total
     assert after[0].temporaries > before[0].temporaries
+
+
+def test_the_layer_at_work_adds_its_gradients():
+    cfg = run(pp=2)
+    first = peaks(cfg, TRANSFORMER_ENGINE)[0]
+    weights = 2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 28672 + 2 * 8192
+    assert first.temporaries == 2 * weights + 2 * 4096 * (3 * 28672 + 2 * 8192)

@@ -185,3 +185,48 @@ def test_more_micro_batches_hide_more_of_zero_1_and_less_of_zero_3():
     assert exposed(micro_batches=8) < exposed() < exposed(stack=replace(one.stack, dp_overlap=False))
     assert exposed(zero=3, micro_batches=8) > exposed(zero=1, micro_batches=8)
     assert exposed(zero=2, micro_batches=8) > exposed(zero=1, micro_batches=8)
+
+
+def test_traffic_of_a_layer_is_counted_in_collectives():
+    """Forward 2 all-gathers and 2 reduce-scatters; backward as many, and the inputs gathered again where they were sharded."""
+    w = replace(seventy(), tp=8)
+    for sharded, backward in ((True, 6), (False, 4)):
+        x = replace(w, sequence_parallel=sharded)
+        links = Links(x, H100)
+        one = links.tp(x.micro_batch_size * x.seq * x.hidden * 2)
+        assert Kernels(x, H100, links).tensor_traffic() == pytest.approx((4 * one, backward * one, 0.0))
+    assert links.tp(0) == pytest.approx(Links(w, H100).ring(8, 8)[1]) and links.tp(0) > 0
+
+
+def test_a_ring_of_keys_and_values_shows_where_attention_is_too_short():
+    w = replace(seventy(), tp=1, cp=4)
+    k = Kernels(w, H100, Links(w, H100))
+    hop = k.links.cp(2 * k.rows * w.kv_heads * w.head_dim * 2)
+    forward, backward, hidden = k.context_traffic(0.0, 0.0, w.kv_heads * w.head_dim)
+    assert (forward, backward, hidden) == pytest.approx((3 * hop, 6 * hop, 0.0))
+    forward, backward, hidden = k.context_traffic(4 * hop, 4 * hop, w.kv_heads * w.head_dim)
+    assert (forward, backward, hidden) == pytest.approx((0.0, 3 * hop, 6 * hop))
+
+
+def test_copies_between_groups_and_stragglers_are_paid():
+    cfg = compose(["+recipe=llama7b", "cluster=h100", "cluster.nodes=16", "parallel.zero=1"])
+    w = replace(Workload.of(rules.resolve(cfg, rules.planned_world(cfg))), zero_group=8)
+    w = replace(w, stack=replace(w.stack, dp_overlap=False))
+    free = replace(H100, network_gb_s=1e9)
+    assert timing.estimate(w, H100).exposed["dp"] > 1.2 * timing.estimate(w, free).exposed["dp"]
+    t = timing.estimate(w, H100)
+    assert t.stragglers == pytest.approx((t.seconds - t.stragglers) * 4 * H100.fitted.straggler)  # 128 GPUs: 4 doublings of 8
+
+
+def test_gradients_in_fp32_move_more_memory():
+    w = seventy()
+    plain = replace(w, stack=replace(w.stack, accumulates=False))
+    more, less = (Kernels(x, H100, Links(x, H100)).linear(8192, 8192, 1e15, False)[2] for x in (w, plain))
+    assert more - less == pytest.approx((8 - 4) * 8192 * 8192 / (H100.memory_tb_s * 1e12 * kernels.STREAM))
+
+
+def test_a_recipes_layout_is_the_workloads():
+    w = seventy("parallel.tp=4", "parallel.pp=4", "parallel.cp=2")
+    assert (w.tp, w.pp, w.cp, w.dp, w.world) == (4, 4, 2, 4, 128)
+    assert w.sequence_parallel and w.stage_layers == (20,) * 4 and w.zero_group == 8
+    assert not seventy("parallel.sequence_parallel=false").sequence_parallel
