@@ -1,0 +1,240 @@
+"""The best grids for a cluster: all that divide, timed by the time model, and checked for memory from the fastest on.
+
+What is varied: TP inside a node, PP with and without virtual stages, CP for long sequences, ZeRO, hybrid sharding, the
+micro-batch and recomputation. The model, the global batch, the sequence, the precision and the optimizer are the recipe's.
+No torch here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megakit.config import rules
+from megakit.config.schema import Config
+from megakit.config.typed import replace
+from megakit.errors import Refused
+from megakit.modeling.layout import model_stages
+from megakit.parallel.grid import Grid
+from megakit.parallel.shard import ShardSpec
+from megakit.planner.hardware import Gpu
+from megakit.planner.memory import peaks
+from megakit.planner.timing import StepTime, estimate
+from megakit.planner.widths import GIB
+from megakit.planner.workload import Workload
+
+BEST = 10
+"""Grids that are shown."""
+LONG = 8192
+"""Tokens of a sequence from which on context parallelism is tried; each rank keeps at least a quarter of it."""
+MICRO_BATCHES = (1, 2, 4, 8)
+RESERVED = 0.08
+"""Share of a GPU's memory that is left to the process: its context, communication buffers, fragmentation."""
+
+Keys = dict[str, Any]
+Progress = Callable[[int, int, str], None]
+"""(done, of how many, what)."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A grid that was timed."""
+
+    keys: Keys
+    """What it sets of the recipe."""
+    step: StepTime
+    peak_bytes: int | None = None
+    """Of the largest stage; None: not asked, since enough faster ones fit."""
+
+    def value(self, key: str) -> Any:
+        return self.keys[key]
+
+
+@dataclass(frozen=True)
+class Search:
+    """What was found."""
+
+    world: int
+    memory_gib: float
+    tried: int
+    best: list[Found]
+    """Those that fit, fastest first."""
+    too_large: list[Found]
+    """Faster than the slowest of `best`, but with more bytes than a GPU has; fastest first."""
+    reasons: list[str]
+    """Why the other values of each key are worse."""
+
+
+def search(cfg: Config, gpu: Gpu, progress: Progress | None = None) -> Search:
+    """The best grids for the cluster of a recipe. Raises Refused where no grid fits."""
+    world = rules.planned_world(cfg)
+    timed = [
+        Found(keys, estimate(workload, gpu)) for keys, workload in _candidates(cfg, gpu, world)
+    ]
+    if not timed:
+        raise Refused(
+            f"no grid of {world} GPUs takes train.global_batch_size = {cfg.train.global_batch_size}: use a multiple of a power of 2"
+        )
+    timed.sort(key=lambda f: f.step.seconds)
+    limit = gpu.memory_gib * GIB * (1 - RESERVED)
+    best: list[Found] = []
+    too_large: list[Found] = []
+    for done, found in enumerate(timed):
+        if len(best) == BEST:
+            break
+        if progress and done % 10 == 0:
+            progress(len(best), BEST, "checking memory")
+        try:
+            size = _peak(cfg, found.keys, world)
+        except Refused:
+            continue
+        (best if size <= limit else too_large).append(dataclasses.replace(found, peak_bytes=size))
+    if not best:
+        least = min(too_large, key=lambda f: f.peak_bytes or 0)
+        raise Refused(
+            f"no grid of {world} GPUs fits: the smallest needs {(least.peak_bytes or 0) / GIB:.0f} GiB of {gpu.memory_gib} GiB,"
+            f" {shown(least.keys)}: use more GPUs or a smaller model"
+        )
+    return Search(world, gpu.memory_gib, len(timed), best, too_large, reasons(best[0], timed, too_large, gpu.memory_gib))
+
+
+def _peak(cfg: Config, keys: Keys, world: int) -> int:
+    changed = rules.resolve(replace(cfg, keys), world)
+    rules.check(changed)
+    return max(peak.total for peak in peaks(changed))
+
+
+def _candidates(cfg: Config, gpu: Gpu, world: int) -> Iterator[tuple[Keys, Workload]]:
+    """Keys and workload of each grid that divides."""
+    base = _base(cfg)
+    for tp, pp, cp in _grids(cfg, gpu, world):
+        dp = world // (tp * pp * cp)
+        vocab = tp * ShardSpec.padded_rows("", cfg.model.vocab_size, 1, 0, tp, cfg.model.make_vocab_size_divisible_by).numel
+        for micro, virtual in itertools.product(MICRO_BATCHES, _virtual(cfg, pp)):
+            count, rest = divmod(cfg.train.global_batch_size, micro * dp)
+            if rest or count < (pp if pp > 1 else 1) or (virtual > 1 and count % pp):
+                continue
+            schedule = "interleaved_1f1b" if virtual > 1 else "1f1b"
+            stages = _stage_layers(cfg, pp, virtual, schedule)
+            for (zero, group), recompute in itertools.product(_sharding(gpu, dp, pp, cp, tp), ("none", "selective", "full")):
+                keys: Keys = {
+                    "parallel.tp": tp,
+                    "parallel.sequence_parallel": tp > 1,
+                    "parallel.pp": pp,
+                    "parallel.virtual_stages": virtual,
+                    "parallel.schedule": schedule,
+                    "parallel.cp": cp,
+                    "parallel.dp": dp,
+                    "parallel.zero": zero,
+                    "parallel.zero_group": group,
+                    "parallel.recompute": recompute,
+                    "train.micro_batch_size": micro,
+                }
+                yield keys, dataclasses.replace(
+                    base,
+                    tp=tp,
+                    pp=pp,
+                    cp=cp,
+                    dp=dp,
+                    vocab=vocab,
+                    micro_batch_size=micro,
+                    micro_batches=count,
+                    stage_layers=stages,
+                    virtual_stages=virtual,
+                    schedule=schedule,
+                    zero=zero,
+                    zero_group=group or dp * cp,
+                    sequence_parallel=tp > 1,
+                    recompute=recompute,
+                )
+
+
+def _base(cfg: Config) -> Workload:
+    """Of one rank: what no grid changes."""
+    one = {f"parallel.{axis}": 1 for axis in ("tp", "pp", "cp", "dp", "virtual_stages")}
+    free = {"parallel.zero_group": None, "parallel.layers_per_stage": None, "parallel.recompute_layers": None}
+    return Workload.of(replace(cfg, {**one, **free, "parallel.schedule": "1f1b", "parallel.stage_balance": "even"}))
+
+
+def _grids(cfg: Config, gpu: Gpu, world: int) -> Iterator[tuple[int, int, int]]:
+    m = cfg.model
+    for tp in _powers(gpu.gpus_per_node):
+        if m.num_query_groups % tp or m.num_attention_heads % tp or m.ffn_hidden_size % tp or world % tp:
+            continue
+        for pp in (n for n in range(1, m.num_layers + 1) if world // tp % n == 0):
+            for cp in _powers(min(world // (tp * pp), 4 if cfg.train.seq_len >= LONG else 1, 4 * cfg.train.seq_len // LONG or 1)):
+                if world // (tp * pp) % cp == 0 and cfg.train.seq_len % (2 * cp * tp) == 0:
+                    yield tp, pp, cp
+
+
+def _powers(most: int) -> list[int]:
+    return [2**i for i in range(most.bit_length()) if 2**i <= most]
+
+
+def _virtual(cfg: Config, pp: int) -> list[int]:
+    layers = cfg.model.num_layers
+    return [1] + [v for v in range(2, layers // pp + 1) if pp > 1 and layers % (pp * v) == 0]
+
+
+def _stage_layers(cfg: Config, pp: int, virtual: int, schedule: str) -> tuple[int, ...]:
+    change = {"parallel.pp": pp, "parallel.virtual_stages": virtual, "parallel.schedule": schedule}
+    even = {"parallel.layers_per_stage": None, "parallel.recompute_layers": None, "parallel.stage_balance": "even"}
+    return tuple(len(stage.layers) for stage in model_stages(replace(cfg, {**change, **even})))
+
+
+def _sharding(gpu: Gpu, dp: int, pp: int, cp: int, tp: int) -> Iterator[tuple[int, int | None]]:
+    """(ZeRO, ranks of a group that shards). ZeRO 2 moves more than ZeRO 1 for gradients alone: not tried."""
+    yield (1 if dp * cp > 1 else 0), None
+    if pp == 1 and dp * cp > 1:
+        yield 3, None
+        inside = gpu.gpus_per_node // tp
+        if 1 < inside < dp * cp and dp * cp % inside == 0 and inside % cp == 0:
+            yield 3, inside
+
+
+def reasons(best: Found, timed: list[Found], too_large: list[Found], memory_gib: float) -> list[str]:
+    """Of each key, why its other values are worse than the best grid's: of each value the fastest grid."""
+    sizes = {id(f.keys): f.peak_bytes for f in too_large}
+    out = []
+    for key in ("parallel.tp", "parallel.pp", "parallel.cp", "parallel.zero", "train.micro_batch_size", "parallel.recompute"):
+        for value in sorted({f.value(key) for f in timed}, key=str):
+            if value == best.value(key):
+                continue
+            of_value = [f for f in timed if f.value(key) == value]
+            smaller = next((f for f in of_value if id(f.keys) not in sizes), None)
+            out.append(f"{key}={value}: {_why(best, of_value[0], smaller, sizes, memory_gib)}")
+    return out
+
+
+def _why(best: Found, fastest: Found, fitting: Found | None, sizes: dict[int, int | None], memory_gib: float) -> str:
+    if fitting is None:
+        need = sizes.get(id(fastest.keys)) or 0
+        return f"none fits, the fastest needs {need / GIB:.0f} GiB of {memory_gib}"
+    slower = fitting.step.seconds / best.step.seconds - 1
+    part, more = max(_more(best.step, fitting.step).items(), key=lambda item: item[1])
+    return f"{slower:.0%} slower, {more:+.2f} s of {part} ({shown(fitting.keys, best.keys)})"
+
+
+def _more(a: StepTime, b: StepTime) -> dict[str, float]:
+    """Seconds that b spends more, by part."""
+    parts = {"matrix products": b.gemm - a.gemm, "attention": b.attention - a.attention, "memory-bound work": b.memory - a.memory}
+    parts |= {f"{axis} communication": s - a.exposed.get(axis, 0.0) for axis, s in b.exposed.items()}
+    return parts | {"pipeline bubble": b.bubble - a.bubble, "optimizer": b.optimizer - a.optimizer}
+
+
+def shown(keys: Keys, beside: Keys | None = None) -> str:
+    """As overrides; `beside`: only what differs."""
+    silent = {"parallel.schedule": "1f1b", "parallel.virtual_stages": 1, "parallel.cp": 1, "parallel.zero_group": None}
+    return " ".join(
+        f"{key}={str(value).lower() if isinstance(value, bool) else value}"
+        for key, value in keys.items()
+        if (value != beside.get(key) if beside else silent.get(key, ...) != value)
+    )
+
+
+def grid_of(keys: Keys) -> Grid:
+    """The grid that the keys make."""
+    return Grid(keys["parallel.dp"], keys["parallel.pp"], keys["parallel.cp"], keys["parallel.tp"], keys["parallel.zero_group"])
