@@ -1,24 +1,40 @@
 """python -m megakit.plan +recipe=NAME [KEY=VALUE ...]: what a run holds, moves, takes and costs, before a GPU is booked.
 
-It reads what the run itself is built from: the layout of the model, the shards, the schedule's table. Exit codes: 0 planned,
-2 refused.
+It reads what the run itself is built from: the layout of the model, the shards, the schedule's table. Exit codes: 0 planned
+(with --verify: and proven), 1 not proven, 2 refused.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megakit.config.arguments import Help, Option, parse, reported
-from megakit.errors import EXIT_DONE
+from megakit.config.arguments import Arguments, Help, Option, parse, reported
+from megakit.errors import EXIT_DONE, EXIT_FAILED, Refused
+
+if TYPE_CHECKING:
+    from megakit.config.schema import Config
+    from megakit.planner.plan import Plan
+    from megakit.planner.search import Search
 
 OPTIONS = (
     Option("--explain", None, "each line of the memory and traffic ledgers, with its formula"),
-    Option("--json", None, "the plan as JSON on standard output"),
+    Option("--search", None, "the best ten grids for the cluster's GPUs, and why not others"),
+    Option(
+        "--verify", None, "step the job's ranks in a fake world: prove that none waits for ever, that gradients are reduced once"
+    ),
+    Option("--report", "FILE.html", "a page for a browser; with --search it compares the grids"),
+    Option("--json", None, "the plan as JSON, in place of tables"),
 )
 HELP = Help(
     "python -m megakit.plan +recipe=NAME [KEY=VALUE ...] [OPTION ...]",
     "Say what a run holds, moves, takes and costs before it starts; no GPU is needed.",
-    exit_codes="0 planned, 2 refused",
+    exit_codes="0 planned (with --verify: and proven), 1 not proven, 2 refused",
     options=OPTIONS,
 )
 
@@ -31,22 +47,85 @@ def run(argv: list[str]) -> int:
 
         print_help(HELP, args.overrides, args.config_dir)
         return EXIT_DONE
+    _check(args)
     from megakit.config.compose import compose
-    from megakit.config.terminal import console
     from megakit.planner.plan import make_plan, to_json
+
+    cfg = compose(args.overrides, args.config_dir, args.config_file)
+    plan = make_plan(cfg)
+    found = _search(cfg) if "--search" in args.values else None
+    if target := args.values.get("--report"):
+        from megakit.planner.report import page
+
+        Path(target).write_text(page(plan, found), encoding="utf-8")
+    if "--json" in args.values:
+        sys.stdout.write(to_json(plan) if found is None else _both(plan, found))
+        return EXIT_DONE
+    _print(plan, found, "--explain" in args.values)
+    return _verify(cfg, plan) if "--verify" in args.values else EXIT_DONE
+
+
+def _check(args: Arguments) -> None:
+    target = args.values.get("--report")
+    if target is not None and not target.endswith(".html"):
+        raise Refused(f"--report = {target} is no name of a page: use one that ends in .html")
+    if target is not None and not Path(target).resolve().parent.is_dir():
+        raise Refused(f"--report = {target}: there is no folder {Path(target).parent}: make it, or use another")
+    if "--json" in args.values and "--verify" in args.values:
+        raise Refused("--json and --verify are both given, but a proof is not part of the JSON: give one of them")
+
+
+def _both(plan: Plan, found: Search) -> str:
+    return json.dumps(dataclasses.asdict(plan) | {"search": dataclasses.asdict(found)}, indent=1) + "\n"
+
+
+def _search(cfg: Config) -> Search:
+    from megakit.planner.hardware import find
+    from megakit.planner.search import search
+
+    with _progress() as progress:
+        return search(cfg, find(cfg.cluster.name).of_cluster(cfg.cluster), progress)
+
+
+def _print(plan: Plan, found: Search | None, explain: bool) -> None:
+    from megakit.config.terminal import console
     from megakit.planner.render import render
     from megakit.planner.render_ledgers import explained, resources
+    from megakit.planner.render_search import render_search
 
-    plan = make_plan(compose(args.overrides, args.config_dir, args.config_file))
-    if "--json" in args.values:
-        sys.stdout.write(to_json(plan))
-        return EXIT_DONE
     out = console()
     out.print(render(plan))
     out.print(resources(plan))
-    if "--explain" in args.values:
+    if explain:
         out.print(explained(plan))
-    return EXIT_DONE
+    if found:
+        out.print(render_search(found))
+
+
+def _verify(cfg: Config, plan: Plan) -> int:
+    from megakit.config.terminal import console
+    from megakit.verify.prove import prove
+    from megakit.verify.render import render
+
+    with _progress() as progress:
+        proof = prove(cfg, progress=progress)
+    console().print(render(proof))
+    return EXIT_DONE if proof.proven else EXIT_FAILED
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int, str], None] | None]:
+    """A bar on standard error, where that is a terminal."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    out = Console(stderr=True)
+    if not out.is_terminal:
+        yield None
+        return
+    with Progress(console=out, transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
@@ -56,6 +57,13 @@ def console() -> Console:
     """Standard output, wide enough for tables when it is not a terminal."""
     out = Console(highlight=False)
     return out if out.is_terminal else Console(highlight=False, width=PIPED_WIDTH)
+
+
+def as_text(what: RenderableType) -> str:
+    """Without colours, as wide as output that is not a terminal."""
+    out = Console(highlight=False, width=PIPED_WIDTH, file=io.StringIO())
+    out.print(what)
+    return "\n".join(line.rstrip() for line in out.file.getvalue().splitlines())  # type: ignore[attr-defined]
 
 
 def print_help(help: Help, topics: list[str], config_dir: str | None = None) -> None:

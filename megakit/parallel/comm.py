@@ -5,7 +5,8 @@ Tensor collectives work along dim 0. Asynchronous ones return a `Handle`; its `w
 
 from __future__ import annotations
 
-from collections import Counter, deque
+import time
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +22,8 @@ T = TypeVar("T")
 # torch 2.13 renamed them
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+COMPUTE = "compute"
+"""The operation of a record that is a mark."""
 _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
@@ -67,30 +70,34 @@ class Handle:
         self,
         result: torch.Tensor,
         work: dist.Work | _Works | None = None,
-        ended: Callable[[], None] | None = None,
+        ended: Callable[[float], None] | None = None,
         keep: torch.Tensor | None = None,
     ):
         self.result, self._work, self._ended, self._keep = result, work, ended, keep
 
     def wait(self) -> torch.Tensor:
         if self._work is not None:
+            started = time.perf_counter()
             self._work.wait()
             self._work = self._keep = None
             if self._ended is not None:
-                self._ended()
+                self._ended(time.perf_counter() - started)
         return self.result
 
 
 class Comm:
     """Communication of one rank, with a record of its last operations.
 
-    `bytes` counts what is handed in or comes out, the larger of the two, by (operation, group).
+    `bytes` counts what is handed in or comes out, the larger of the two, by (operation, group), and `messages` the operations.
+    `waited_s` are the seconds that the host waited, by group, all pipeline transfers under "pp".
     """
 
     def __init__(self, state: ParallelState, keep: int = 4096):
         self.state = state
         self.records: deque[Record] = deque(maxlen=keep)
         self.bytes: Counter[tuple[str, str]] = Counter()
+        self.messages: Counter[tuple[str, str]] = Counter()
+        self.waited_s: defaultdict[str, float] = defaultdict(float)
         self._seq: Counter[str] = Counter()
         self._events = 0
 
@@ -106,7 +113,7 @@ class Comm:
 
     def mark(self, what: str) -> None:
         """Note in the record that a computation begins."""
-        record = self._record("compute", what, (), "")
+        record = self._record(COMPUTE, what, (), "")
         record.waited = record.issued
 
     def _tick(self) -> int:
@@ -116,6 +123,7 @@ class Comm:
     def _record(self, op: str, group: str, shape: tuple[int, ...], dtype: str, nbytes: int = 0) -> Record:
         self._seq[group] += 1
         self.bytes[op, group] += nbytes
+        self.messages[op, group] += op != COMPUTE
         record = Record(op, group, self._seq[group], shape, dtype, self._tick())
         self.records.append(record)
         return record
@@ -123,8 +131,9 @@ class Comm:
     def _record_tensor(self, op: str, group: str, x: torch.Tensor) -> Record:
         return self._record(op, group, tuple(x.shape), str(x.dtype), x.numel() * x.element_size())
 
-    def _ended(self, record: Record) -> None:
+    def _ended(self, record: Record, seconds: float = 0.0) -> None:
         record.waited = self._tick()
+        self.waited_s[record.group.partition(":")[0]] += seconds
 
     def _handle(
         self, result: torch.Tensor, work: dist.Work | _Works | None, record: Record, keep: torch.Tensor | None = None

@@ -12,6 +12,7 @@ from rich.text import Text
 from megakit.planner.estimate import GPU_HOURS_PER_FAILURE, STORAGE_GB_S_PER_NODE, Estimate
 from megakit.planner.plan import Plan
 from megakit.planner.stage import StagePlan
+from megakit.planner.timing import StepTime
 from megakit.planner.traffic import AXES, Traffic
 from megakit.planner.widths import GIB
 
@@ -38,7 +39,7 @@ def resources(plan: Plan) -> RenderableType:
 
 def _traffic(plan: Plan, stage: StagePlan) -> Table:
     table = _table("axis", "link", "messages", "GB sent", "what")
-    for axis, link, lines in _by_axis(plan, stage.traffic):
+    for axis, link, lines in by_axis(plan, stage.traffic):
         whats = dict.fromkeys(line.what.partition(":")[0] for line in sorted(lines, key=lambda t: -t.sent))
         table.add_row(
             axis, link, f"{sum(t.count for t in lines):,}", f"{sum(t.sent for t in lines) / GB:,.2f}", ", ".join(list(whats)[:3])
@@ -46,7 +47,8 @@ def _traffic(plan: Plan, stage: StagePlan) -> Table:
     return table
 
 
-def _by_axis(plan: Plan, traffic: list[Traffic]) -> Iterator[tuple[str, str, list[Traffic]]]:
+def by_axis(plan: Plan, traffic: list[Traffic]) -> Iterator[tuple[str, str, list[Traffic]]]:
+    """(axis, link, messages)."""
     for axis in AXES:
         of_axis = [t for t in traffic if t.axis == axis]
         for link in dict.fromkeys(plan.links[t.group] for t in of_axis):
@@ -56,21 +58,24 @@ def _by_axis(plan: Plan, traffic: list[Traffic]) -> Iterator[tuple[str, str, lis
 def _time(estimate: Estimate) -> Table:
     step = estimate.step
     table = _table("part", "seconds", "share", "hidden")
-    exposed = [(f"communication, {axis}", s, step.hidden.get(axis, 0.0)) for axis, s in step.exposed.items()]
-    rows = [
-        ("matrix products", step.gemm, 0.0),
-        ("attention", step.attention, 0.0),
-        ("memory-bound", step.memory, 0.0),
-        *exposed,
-        ("pipeline bubble", step.bubble, 0.0),
-        ("optimizer", step.optimizer, 0.0),
-        ("stragglers", step.stragglers, 0.0),
-    ]
-    for name, seconds, hidden in rows:
+    for name, seconds, hidden in parts_of(step):
         if seconds or hidden:
             table.add_row(name, f"{seconds:.3f}", f"{seconds / step.seconds:.1%}", f"{hidden:.3f}" if hidden else "")
     table.add_row("step", f"{step.seconds:.3f}", "", "", style="bold")
     return table
+
+
+def parts_of(step: StepTime) -> list[tuple[str, float, float]]:
+    """(name, seconds, seconds that are hidden behind others); the seconds add up to the step."""
+    return [
+        ("matrix products", step.gemm, 0.0),
+        ("attention", step.attention, 0.0),
+        ("memory-bound", step.memory, 0.0),
+        *((f"communication, {axis}", s, step.hidden.get(axis, 0.0)) for axis, s in step.exposed.items()),
+        ("pipeline bubble", step.bubble, 0.0),
+        ("optimizer", step.optimizer, 0.0),
+        ("stragglers", step.stragglers, 0.0),
+    ]
 
 
 def _run(plan: Plan, e: Estimate) -> Table:
@@ -84,7 +89,7 @@ def _run(plan: Plan, e: Estimate) -> Table:
     )
     table.add_row("MFU", f"{e.step.mfu:.1%} (attention counted in full), {e.step.causal_mfu:.1%} (causal half)")
     cost = "" if e.cost is None else f", cost {e.cost:,.0f}"
-    table.add_row("run", f"{_days(e.days)} for {plan.tokens:,} tokens; {e.gpu_hours:,.0f} GPU-hours{cost}")
+    table.add_row("run", f"{days_text(e.days)} for {plan.tokens:,} tokens; {e.gpu_hours:,.0f} GPU-hours{cost}")
     table.add_row(
         "checkpoint",
         f"{e.checkpoint_bytes / GB:,.1f} GB, {e.save_s:,.0f} s at {STORAGE_GB_S_PER_NODE:g} GB/s per node; every"
@@ -93,7 +98,8 @@ def _run(plan: Plan, e: Estimate) -> Table:
     return table
 
 
-def _days(days: float) -> str:
+def days_text(days: float) -> str:
+    """In the unit that suits."""
     return f"{days:,.1f} days" if days >= 1 else f"{24 * days:.1f} hours" if days * 24 >= 1 else f"{1440 * days:.1f} minutes"
 
 
@@ -110,7 +116,7 @@ def explained(plan: Plan) -> RenderableType:
             sizes = f"{times}{' x '.join(map(str, item.shape))} x {item.width} B"
             kept.add_row(item.name, item.formula, sizes, f"{item.bytes / GIB:.3f}")
     traffic = _table("messages", "operation", "group", "count", "MB each", "GB sent", left=3)
-    for t in _joined(stage.traffic):
+    for t in joined(stage.traffic):
         traffic.add_row(t.what, t.op, f"{t.group} ({t.ranks})", f"{t.count:,}", f"{t.bytes / 1e6:,.3f}", f"{t.sent / GB:,.3f}")
     title = Text(f"\nLedgers of stage {stage.index}", style="bold")
     return Group(
@@ -118,7 +124,7 @@ def explained(plan: Plan) -> RenderableType:
     )
 
 
-def _joined(traffic: list[Traffic]) -> list[Traffic]:
+def joined(traffic: list[Traffic]) -> list[Traffic]:
     """Messages that differ in their number alone as one line."""
     out: dict[tuple[str, str, str, int], Traffic] = {}
     for t in traffic:

@@ -71,9 +71,7 @@ class Search:
 def search(cfg: Config, gpu: Gpu, progress: Progress | None = None) -> Search:
     """The best grids for the cluster of a recipe. Raises Refused where no grid fits."""
     world = rules.planned_world(cfg)
-    timed = [
-        Found(keys, estimate(workload, gpu)) for keys, workload in _candidates(cfg, gpu, world)
-    ]
+    timed = [Found(keys, estimate(workload, gpu)) for keys, workload in _candidates(cfg, gpu, world)]
     if not timed:
         raise Refused(
             f"no grid of {world} GPUs takes train.global_batch_size = {cfg.train.global_batch_size}: use a multiple of a power of 2"
@@ -133,22 +131,25 @@ def _candidates(cfg: Config, gpu: Gpu, world: int) -> Iterator[tuple[Keys, Workl
                     "parallel.recompute": recompute,
                     "train.micro_batch_size": micro,
                 }
-                yield keys, dataclasses.replace(
-                    base,
-                    tp=tp,
-                    pp=pp,
-                    cp=cp,
-                    dp=dp,
-                    vocab=vocab,
-                    micro_batch_size=micro,
-                    micro_batches=count,
-                    stage_layers=stages,
-                    virtual_stages=virtual,
-                    schedule=schedule,
-                    zero=zero,
-                    zero_group=group or dp * cp,
-                    sequence_parallel=tp > 1,
-                    recompute=recompute,
+                yield (
+                    keys,
+                    dataclasses.replace(
+                        base,
+                        tp=tp,
+                        pp=pp,
+                        cp=cp,
+                        dp=dp,
+                        vocab=vocab,
+                        micro_batch_size=micro,
+                        micro_batches=count,
+                        stage_layers=stages,
+                        virtual_stages=virtual,
+                        schedule=schedule,
+                        zero=zero,
+                        zero_group=group or dp * cp,
+                        sequence_parallel=tp > 1,
+                        recompute=recompute,
+                    ),
                 )
 
 

@@ -46,7 +46,7 @@ class Traffic:
     @property
     def axis(self) -> str:
         """tp, cp, pp, dp or world."""
-        return _AXIS_OF_GROUP.get(self.group, self.group)
+        return axis_of(self.group)
 
     @property
     def total(self) -> int:
@@ -219,6 +219,11 @@ class _Step:
         for axes, elements in late.items():
             for axis in axes:
                 yield self._over(axis, "gradients of norms and biases", "all_reduce", 1, elements * 4)
+
+
+def axis_of(group: str) -> str:
+    """The axis that a group's messages are for."""
+    return _AXIS_OF_GROUP.get(group, group)
 
 
 def by_operation(traffic: list[Traffic]) -> dict[tuple[str, str], tuple[int, int]]:

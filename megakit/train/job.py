@@ -11,6 +11,7 @@ from megakit.checkpoint.hf import HfSource
 from megakit.config.batch import BatchSize
 from megakit.config.rules import total_steps
 from megakit.config.schema import Config
+from megakit.config.terminal import as_text
 from megakit.data.build import build_streams
 from megakit.data.stream import SampleStream
 from megakit.data.tokenizer import Tokenizer, load_tokenizer
@@ -21,7 +22,7 @@ from megakit.launch.env import Ranks
 from megakit.observe.writer import MetricsWriter
 from megakit.parallel.comm import Comm
 from megakit.parallel.grid import Grid, ParallelState
-from megakit.planner import plan
+from megakit.planner import plan, reality
 from megakit.train.engine import Engine
 from megakit.train.generate import generate
 from megakit.train.loop import Progress, Trainer
@@ -75,13 +76,26 @@ def _run(cfg: Config, ranks: Ranks, state: ParallelState, comm: Comm) -> None:
                     f"NOTE: this CPU has no {cfg.train.precision} products, a step takes tens of times as long as with"
                     " train.precision=fp32"
                 )
-        Trainer(cfg, engine, progress, last, train, valid, tokenizer, checkpoints, writer).run()
+        trainer = Trainer(cfg, engine, progress, last, train, valid, tokenizer, checkpoints, writer)
+        trainer.run()
+        _compare(cfg, comm, trainer, run_dir)
         if cfg.train.generate_tokens and tokenizer:
             _generate(cfg, engine, tokenizer, writer)
         ok = True
     finally:
         if writer:
             writer.close(ok)
+
+
+def _compare(cfg: Config, comm: Comm, trainer: Trainer, run_dir: Path) -> None:
+    """The plan beside what was measured, on rank 0: in the run folder and on the console."""
+    ranks = comm.gather_objects(trainer.meter.measured())
+    if trainer.writer is None:
+        return
+    rows = reality.compare(plan.make_plan(cfg), ranks)
+    if rows:
+        (run_dir / "measured.json").write_text(reality.to_json(rows))
+        trainer.writer.message("\n" + as_text(reality.render(rows)))
 
 
 def _last_step(cfg: Config, choice: store.Choice) -> int:

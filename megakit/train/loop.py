@@ -26,6 +26,7 @@ from megakit.optim.lr import learning_rate
 from megakit.optim.optimizer import StepResult
 from megakit.train.engine import Engine
 from megakit.train.evaluate import evaluate
+from megakit.train.meter import Meter
 from megakit.train.signals import StopSignal
 
 
@@ -70,6 +71,7 @@ class Trainer:
         self.checkpoints, self.writer = checkpoints, writer
         self.saved_step: int | None = progress.step or None
         self._last_save = time.monotonic()
+        self.meter = Meter(cfg, engine)
         self._flops = flops_per_token(cfg.model, cfg.train.seq_len)
 
     def run(self) -> None:
@@ -116,7 +118,8 @@ class Trainer:
         save = bool(minutes) and self.engine.state.rank == 0 and started - self._last_save >= 60 * (minutes or 0)
         documents = None if batch.documents is None else torch.from_numpy(batch.documents)
         batches = self.engine.split(torch.from_numpy(batch.tokens), first, documents=documents)
-        result = self.engine.train_step(batches, lr, votes=(float(stop.name is not None), float(save)))
+        with self.meter.step(len(batch.all_ids)):
+            result = self.engine.train_step(batches, lr, votes=(float(stop.name is not None), float(save)))
         took = time.monotonic() - started
         progress.step += 1
         progress.consumed_samples += len(batch.all_ids)

@@ -1,0 +1,50 @@
+"""The best grids on the terminal."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from megakit.planner.search import Search
+from megakit.planner.widths import GIB
+
+COLUMNS = (
+    ("tp", "parallel.tp"),
+    ("pp", "parallel.pp"),
+    ("chunks", "parallel.virtual_stages"),
+    ("cp", "parallel.cp"),
+    ("dp", "parallel.dp"),
+    ("zero", "parallel.zero"),
+    ("micro", "train.micro_batch_size"),
+    ("recompute", "parallel.recompute"),
+)
+
+
+def render_search(found: Search) -> RenderableType:
+    """At most 100 columns wide."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name, _ in COLUMNS:
+        table.add_column(name, justify="right")
+    for name in ("step s", "tokens/s\nper GPU", "MFU", "idle", "GiB"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for i, f in enumerate(found.best):
+        group = f.keys["parallel.zero_group"]
+        cells = [str(f.value(key)) for _, key in COLUMNS]
+        cells[5] += f"/{group}" if group else ""
+        table.add_row(
+            *cells,
+            f"{f.step.seconds:.2f}",
+            f"{f.step.tokens_per_s_per_gpu:,.0f}",
+            f"{f.step.mfu:.1%}",
+            f"{f.step.bubble / f.step.seconds:.1%}",
+            f"{(f.peak_bytes or 0) / GIB:.1f}",
+            style="bold" if i == 0 else None,
+        )
+    title = Text(f"\nGrids for {found.world:,} GPUs: the best of {found.tried:,} by the time model", style="bold")
+    parts: list[RenderableType] = [title, table]
+    if found.best:
+        parts.append(Text("Why not"))
+        parts += [Text(f"  {reason}") for reason in found.reasons]
+    return Group(*parts)
