@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,6 +30,9 @@ OPTIONS = (
         "--verify", None, "step the job's ranks in a fake world: prove that none waits for ever, that gradients are reduced once"
     ),
     Option("--report", "FILE.html", "a page for a browser; with --search it compares the grids"),
+    Option(
+        "--calibrate", None, "measure this machine and keep its speeds for plans of this cluster; a recipe is needed for its keys"
+    ),
     Option("--json", None, "the plan as JSON, in place of tables"),
 )
 HELP = Help(
@@ -52,6 +56,8 @@ def run(argv: list[str]) -> int:
     from megakit.planner.plan import make_plan, to_json
 
     cfg = compose(args.overrides, args.config_dir, args.config_file)
+    if "--calibrate" in args.values:
+        return _calibrate(cfg)
     plan = make_plan(cfg)
     found = _search(cfg) if "--search" in args.values else None
     if target := args.values.get("--report"):
@@ -81,10 +87,32 @@ def _both(plan: Plan, found: Search) -> str:
 
 def _search(cfg: Config) -> Search:
     from megakit.planner.hardware import find
+    from megakit.planner.machines import gpu_of
     from megakit.planner.search import search
 
+    known = gpu_of(cfg.cluster)
+    gpu = known[0] if known else find(cfg.cluster.name)  # which refuses
     with _progress() as progress:
-        return search(cfg, find(cfg.cluster.name).of_cluster(cfg.cluster), progress)
+        return search(cfg, gpu, progress)
+
+
+def _calibrate(cfg: Config) -> int:
+    import torch
+
+    from megakit.launch.devices import visible_gpus, wants_cuda
+    from megakit.planner.machines import store
+    from megakit.train.calibrate import calibrate
+
+    gpus = visible_gpus(os.environ)
+    cuda = wants_cuda(cfg.launch.device, gpus)
+    with _progress() as progress:
+        measured = calibrate(torch.device("cuda" if cuda else "cpu"), gpus if cuda else 1, progress)
+    path, gpu = store(cfg.cluster, dataclasses.asdict(measured))
+    for name, value in dataclasses.asdict(measured).items():
+        if value is not None:
+            print(f"{name:18} {value:.4g}" if isinstance(value, float) else f"{name:18} {value}")
+    print(f"stored for cluster.name = {gpu.name}: {path}")
+    return EXIT_DONE
 
 
 def _print(plan: Plan, found: Search | None, explain: bool) -> None:

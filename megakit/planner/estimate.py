@@ -28,6 +28,8 @@ class Estimate:
     """Of a whole run, with the whole batch in every step."""
 
     step: StepTime
+    source: str
+    """Of the GPU's speeds."""
     tokens_per_s: float
     """Of all GPUs."""
     days: float
@@ -44,8 +46,8 @@ class Estimate:
     """The interval between checkpoints that loses least."""
 
 
-def estimated(cfg: Config, gpu: Gpu, tokens: int) -> Estimate:
-    """Of a resolved recipe that trains on so many tokens."""
+def estimated(cfg: Config, gpu: Gpu, source: str, tokens: int) -> Estimate:
+    """Of a resolved recipe that trains on so many tokens; `source` says where the speeds of the GPU come from."""
     workload = Workload.of(cfg)
     step = estimate(workload, gpu)
     rate = step.tokens_per_s_per_gpu * workload.world
@@ -57,6 +59,7 @@ def estimated(cfg: Config, gpu: Gpu, tokens: int) -> Estimate:
     price = cfg.cluster.gpu_hour_price
     return Estimate(
         step=step,
+        source=source,
         tokens_per_s=rate,
         days=seconds / 86400,
         gpu_hours=gpu_hours,

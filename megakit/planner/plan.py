@@ -17,8 +17,8 @@ from megakit.modeling.groups import check_patterns
 from megakit.modeling.layout import model_params, parameter_count
 from megakit.parallel.grid import Grid
 from megakit.parallel.pipeline import schedule
-from megakit.planner import hardware
 from megakit.planner.estimate import Estimate, estimated
+from megakit.planner.machines import gpu_of
 from megakit.planner.notes import batch_sizes, memory_notes, notes_of
 from megakit.planner.stage import StagePlan, make_table, stage_plans
 from megakit.planner.states import formula, micro_batches
@@ -155,8 +155,8 @@ def make_plan(cfg: Config, world: int | None = None) -> Plan:
 
 
 def _estimate(cfg: Config, tokens: int) -> Estimate | None:
-    gpu = hardware.catalogue().get(cfg.cluster.name)
-    return None if gpu is None else estimated(cfg, gpu.of_cluster(cfg.cluster), tokens)
+    known = gpu_of(cfg.cluster)
+    return None if known is None else estimated(cfg, *known, tokens)
 
 
 def to_json(plan: Plan) -> str:

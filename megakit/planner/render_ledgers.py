@@ -33,7 +33,11 @@ def resources(plan: Plan) -> RenderableType:
             )
         )
     else:
-        parts += [Text("Time of a step, by the time model", style="bold"), _time(plan.estimate), _run(plan, plan.estimate)]
+        parts += [
+            Text(f"Time of a step, by the time model ({plan.estimate.source})", style="bold"),
+            _time(plan.estimate),
+            _run(plan, plan.estimate),
+        ]
     return Group(*parts)
 
 

@@ -73,9 +73,8 @@ def search(cfg: Config, gpu: Gpu, progress: Progress | None = None) -> Search:
     world = rules.planned_world(cfg)
     timed = [Found(keys, estimate(workload, gpu)) for keys, workload in _candidates(cfg, gpu, world)]
     if not timed:
-        raise Refused(
-            f"no grid of {world} GPUs takes train.global_batch_size = {cfg.train.global_batch_size}: use a multiple of a power of 2"
-        )
+        batch = f"train.global_batch_size = {cfg.train.global_batch_size}"
+        raise Refused(f"no grid of {world} GPUs takes {batch}: use a multiple of a power of 2")
     timed.sort(key=lambda f: f.step.seconds)
     limit = gpu.memory_gib * GIB * (1 - RESERVED)
     best: list[Found] = []

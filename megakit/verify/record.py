@@ -95,7 +95,7 @@ class RecordingComm(FakeComm):
             self.listener.posted(number, self.recorder.codes[-1])
         return record
 
-    def _ended(self, record: Record) -> None:
+    def _ended(self, record: Record, seconds: float = 0.0) -> None:
         super()._ended(record)
         number = self._numbers.pop(record.issued)
         self.live.landed(number)

@@ -37,7 +37,7 @@ def test_a_checkpoint_has_the_planned_bytes(pools, keys):
 
 def test_a_run_is_its_tokens_at_the_speed_of_all_gpus():
     cfg = rules.resolve(compose(["+recipe=llama70b", "cluster.gpu_hour_price=2"]), 512)
-    e = estimated(cfg, find("h100"), tokens=10**12)
+    e = estimated(cfg, find("h100"), "shipped constants", tokens=10**12)
     assert e.tokens_per_s == e.step.tokens_per_s_per_gpu * 512
     assert e.days * 86400 * e.tokens_per_s == pytest.approx(10**12)
     assert e.gpu_hours == pytest.approx(e.days * 24 * 512) and e.cost == 2 * e.gpu_hours
@@ -45,7 +45,7 @@ def test_a_run_is_its_tokens_at_the_speed_of_all_gpus():
 
 def test_checkpoints_are_as_far_apart_as_loses_least():
     """Young's interval: time lost to saving and to repeating half an interval per failure has its minimum there."""
-    e = estimated(rules.resolve(compose(["+recipe=llama70b"]), 512), find("h100"), tokens=10**12)
+    e = estimated(rules.resolve(compose(["+recipe=llama70b"]), 512), find("h100"), "shipped constants", tokens=10**12)
 
     def lost(minutes: float) -> float:
         return e.save_s / (60 * minutes) + 60 * minutes / 2 / (e.failure_hours * 3600)

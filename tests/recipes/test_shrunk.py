@@ -41,5 +41,8 @@ def test_trains_evaluates_saves_and_resumes(recipe, tmp_path):
     assert steps(folder / "checkpoints")[-1] == total
     assert (folder / "config.yaml").exists()
     assert json.loads((folder / "plan.json").read_text())["steps"] == total
+    measured = {row["what"]: row["ratio"] for row in json.loads((folder / "measured.json").read_text())}
+    exact = [what for what in measured if what.startswith(("messages", "traffic", "states"))]
+    assert exact and all(measured[what] == 1 for what in exact)
     again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
     assert again.returncode == 0 and "nothing left to do" in again.stdout + again.stderr

@@ -1,4 +1,4 @@
-"""The demo's first 20 losses are those in the tree: whatever changes them must be meant to."""
+"""The demo's first losses are those in the tree: whatever changes them must be meant to."""
 
 from __future__ import annotations
 

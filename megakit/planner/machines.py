@@ -1,0 +1,85 @@
+"""Speeds that were measured on this machine, by cluster: they stand in for the shipped ones. No torch here."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megakit.config.schema import ClusterConfig
+from megakit.planner.hardware import Fitted, Gpu, catalogue
+from megakit.planner.kernels import HALF_SPEED, STREAM
+
+TYPICAL = 0.75
+"""Share of its peak that a large matrix product reaches, where the peak is not documented."""
+
+
+def folder(env: Mapping[str, str] = os.environ) -> Path:
+    """Where they are stored: $XDG_CONFIG_HOME/megakit/machines, by default in ~/.config."""
+    return Path(env.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "megakit" / "machines"
+
+
+def store(cluster: ClusterConfig, measured: Mapping[str, Any]) -> tuple[Path, Gpu]:
+    """Write what train/calibrate.py measured as the GPU of this cluster -> the file, and the GPU."""
+    gpu = as_gpu(cluster, measured)
+    path = folder() / f"{cluster.name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_suffix(".tmp")
+    aside.write_text(json.dumps({"measured": dict(measured), "gpu": dataclasses.asdict(gpu)}, indent=1) + "\n")
+    aside.replace(path)
+    return path, gpu
+
+
+def gpu_of(cluster: ClusterConfig) -> tuple[Gpu, str] | None:
+    """The GPU of a recipe's cluster, and where its speed comes from; None where it isn't known.
+
+    Measured on this machine, else as shipped with the numbers that the recipe gives.
+    """
+    if (here := _measured(cluster.name)) is not None:
+        return here
+    gpu = catalogue().get(cluster.name)
+    return None if gpu is None else (gpu.of_cluster(cluster), "shipped constants")
+
+
+def _measured(name: str) -> tuple[Gpu, str] | None:
+    path = folder() / f"{name}.json"
+    try:
+        data = json.loads(path.read_text())
+        gpu = Gpu(**{**data["gpu"], "fitted": Fitted(**data["gpu"]["fitted"])})
+    except (OSError, ValueError, KeyError, TypeError):  # not there, or of another version: the shipped figures serve
+        return None
+    return gpu, f"measured on {data['measured']['host']}, {data['measured']['date']}"
+
+
+def as_gpu(cluster: ClusterConfig, measured: Mapping[str, Any]) -> Gpu:
+    """The cluster's GPU with measured shares of its peaks. Of one that isn't known the peaks are taken from what it reached."""
+    gemm, copy = measured["gemm_tflops"], measured["copy_tb_s"]
+    base = catalogue().get(cluster.name)
+    if base is None:
+        like = catalogue()["h100"]
+        peak = gemm / TYPICAL
+        base = dataclasses.replace(
+            like,
+            name=cluster.name,
+            title=measured["device"],
+            memory_gib=measured["memory_gib"] or cluster.gpu_memory_gib or like.memory_gib,
+            bf16_tflops=peak,
+            fp8_tflops=peak,
+            fp32_tflops=peak,
+            memory_tb_s=copy / STREAM,
+            nvlink_gb_s=measured["all_reduce_gb_s"] or like.nvlink_gb_s,
+        )
+    base = base.of_cluster(cluster)
+    length = measured["sequence"]
+    fitted = dataclasses.replace(
+        base.fitted,
+        gemm=gemm / base.bf16_tflops,
+        attention=measured["attention_tflops"] / base.bf16_tflops * (length + HALF_SPEED) / length,
+        elementwise=copy / measured["norm_tb_s"],
+    )
+    if measured["all_reduce_gb_s"]:
+        fitted = dataclasses.replace(fitted, nvlink=measured["all_reduce_gb_s"] / base.nvlink_gb_s)
+    return dataclasses.replace(base, fitted=fitted)
