@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["XDG_CONFIG_HOME"] = os.devnull  # speeds that were measured on this machine are no matter here
 
 from tests.pool import Pool
 

@@ -10,7 +10,7 @@ from markupsafe import Markup
 
 from megakit.planner.plan import Plan
 from megakit.planner.render_ledgers import by_axis, days_text, joined, parts_of
-from megakit.planner.search import Search, shown
+from megakit.planner.search import Search, grid_text, shown
 from megakit.planner.stage import StagePlan
 from megakit.planner.timeline import drawn_table, timeline
 from megakit.planner.widths import GIB
@@ -56,6 +56,7 @@ def page(plan: Plan, found: Search | None = None) -> str:
         days=None if plan.estimate is None else days_text(plan.estimate.days),
         found=found,
         shown=shown,
+        grid_text=grid_text,
     )
 
 

@@ -21,7 +21,7 @@ from megakit.modeling.layout import model_stages
 from megakit.parallel.grid import Grid
 from megakit.parallel.shard import ShardSpec
 from megakit.planner.hardware import Gpu
-from megakit.planner.memory import peaks
+from megakit.planner.stage import make_table, stage_plan
 from megakit.planner.timing import StepTime, estimate
 from megakit.planner.widths import GIB
 from megakit.planner.workload import Workload
@@ -62,8 +62,6 @@ class Search:
     tried: int
     best: list[Found]
     """Those that fit, fastest first."""
-    too_large: list[Found]
-    """Faster than the slowest of `best`, but with more bytes than a GPU has; fastest first."""
     reasons: list[str]
     """Why the other values of each key are worse."""
 
@@ -76,32 +74,58 @@ def search(cfg: Config, gpu: Gpu, progress: Progress | None = None) -> Search:
         batch = f"train.global_batch_size = {cfg.train.global_batch_size}"
         raise Refused(f"no grid of {world} GPUs takes {batch}: use a multiple of a power of 2")
     timed.sort(key=lambda f: f.step.seconds)
-    limit = gpu.memory_gib * GIB * (1 - RESERVED)
+    memory = _Memory(cfg, world, gpu.memory_gib * GIB * (1 - RESERVED))
     best: list[Found] = []
-    too_large: list[Found] = []
-    for done, found in enumerate(timed):
+    for found in timed:
         if len(best) == BEST:
             break
-        if progress and done % 10 == 0:
-            progress(len(best), BEST, "checking memory")
-        try:
-            size = _peak(cfg, found.keys, world)
-        except Refused:
-            continue
-        (best if size <= limit else too_large).append(dataclasses.replace(found, peak_bytes=size))
+        if memory.fits(found):
+            best.append(dataclasses.replace(found, peak_bytes=memory.of(found)))
+            if progress:
+                progress(len(best), BEST, "checking memory")
     if not best:
-        least = min(too_large, key=lambda f: f.peak_bytes or 0)
+        sizes = [(size, found) for found in timed if (size := memory.of(found)) is not None]
+        if not sizes:
+            raise Refused(f"every grid of {world} GPUs is refused: {memory.refusals[0]}")
+        least, found = min(sizes, key=lambda x: x[0])
         raise Refused(
-            f"no grid of {world} GPUs fits: the smallest needs {(least.peak_bytes or 0) / GIB:.0f} GiB of {gpu.memory_gib} GiB,"
-            f" {shown(least.keys)}: use more GPUs or a smaller model"
+            f"no grid of {world} GPUs fits: the smallest needs {least / GIB:.0f} GiB of {gpu.memory_gib}, {shown(found.keys)}:"
+            " use more GPUs or a smaller model"
         )
-    return Search(world, gpu.memory_gib, len(timed), best, too_large, reasons(best[0], timed, too_large, gpu.memory_gib))
+    return Search(world, gpu.memory_gib, len(timed), best, reasons(best[0], timed, memory, gpu.memory_gib))
 
 
-def _peak(cfg: Config, keys: Keys, world: int) -> int:
-    changed = rules.resolve(replace(cfg, keys), world)
-    rules.check(changed)
-    return max(peak.total for peak in peaks(changed))
+class _Memory:
+    """Bytes of the largest rank of a grid, each asked for once."""
+
+    def __init__(self, cfg: Config, world: int, limit: float):
+        self.cfg, self.world, self.limit = cfg, world, limit
+        self.refusals: list[str] = []
+        self._sizes: dict[int, int | None] = {}
+
+    def of(self, found: Found) -> int | None:
+        """None where the grid is refused."""
+        key = id(found.keys)
+        if key not in self._sizes:
+            try:
+                self._sizes[key] = self._peak(found.keys)
+            except Refused as why:
+                self.refusals.append(str(why))
+                self._sizes[key] = None
+        return self._sizes[key]
+
+    def fits(self, found: Found) -> bool:
+        size = self.of(found)
+        return size is not None and size <= self.limit
+
+    def _peak(self, keys: Keys) -> int:
+        changed = replace(self.cfg, keys)
+        rules.check(changed)
+        changed = rules.resolve(changed, self.world)
+        grid = grid_of(keys)
+        table = make_table(changed, grid)
+        ends = {0, grid.pp - 1}
+        return max(stage_plan(changed, grid, rank, table.rows[rank], 1).total_bytes for rank in ends)
 
 
 def _candidates(cfg: Config, gpu: Gpu, world: int) -> Iterator[tuple[Keys, Workload]]:
@@ -195,27 +219,42 @@ def _sharding(gpu: Gpu, dp: int, pp: int, cp: int, tp: int) -> Iterator[tuple[in
             yield 3, inside
 
 
-def reasons(best: Found, timed: list[Found], too_large: list[Found], memory_gib: float) -> list[str]:
-    """Of each key, why its other values are worse than the best grid's: of each value the fastest grid."""
-    sizes = {id(f.keys): f.peak_bytes for f in too_large}
+TRIES = 16
+"""Grids with a value that are asked for their memory, fastest first, before none is said to fit."""
+
+
+def reasons(best: Found, timed: list[Found], memory: _Memory, memory_gib: float) -> list[str]:
+    """Of each key, why its other values are worse than the best grid's: of each value the fastest grid that fits."""
     out = []
     for key in ("parallel.tp", "parallel.pp", "parallel.cp", "parallel.zero", "train.micro_batch_size", "parallel.recompute"):
-        for value in sorted({f.value(key) for f in timed}, key=str):
-            if value == best.value(key):
-                continue
-            of_value = [f for f in timed if f.value(key) == value]
-            smaller = next((f for f in of_value if id(f.keys) not in sizes), None)
-            out.append(f"{key}={value}: {_why(best, of_value[0], smaller, sizes, memory_gib)}")
+        for value in sorted({f.value(key) for f in timed} - {best.value(key)}):
+            of_value = _distinct([f for f in timed if f.value(key) == value])
+            fitting = next((f for f in of_value if memory.fits(f)), None)
+            sizes = [size for f in of_value if (size := memory.of(f)) is not None]
+            if fitting:
+                out.append(f"{key}={value}: {_why(best, fitting)}")
+            elif sizes:
+                least = f"{min(sizes) / GIB:.0f} GiB or more of {memory_gib}"
+                out.append(f"{key}={value}: the {len(of_value)} fastest don't fit, {least}")
+            else:
+                out.append(f"{key}={value}: refused: {memory.refusals[-1]}")
     return out
 
 
-def _why(best: Found, fastest: Found, fitting: Found | None, sizes: dict[int, int | None], memory_gib: float) -> str:
-    if fitting is None:
-        need = sizes.get(id(fastest.keys)) or 0
-        return f"none fits, the fastest needs {need / GIB:.0f} GiB of {memory_gib}"
-    slower = fitting.step.seconds / best.step.seconds - 1
-    part, more = max(_more(best.step, fitting.step).items(), key=lambda item: item[1])
-    return f"{slower:.0%} slower, {more:+.2f} s of {part} ({shown(fitting.keys, best.keys)})"
+def _distinct(found: list[Found]) -> list[Found]:
+    """The fastest ones, of those that differ in their chunks alone the first."""
+    out: dict[tuple, Found] = {}
+    for f in found:
+        out.setdefault(tuple(v for k, v in f.keys.items() if k not in ("parallel.virtual_stages", "parallel.schedule")), f)
+        if len(out) == TRIES:
+            break
+    return list(out.values())
+
+
+def _why(best: Found, other: Found) -> str:
+    slower = other.step.seconds / best.step.seconds - 1
+    part, more = max(_more(best.step, other.step).items(), key=lambda item: item[1])
+    return f"{slower:.0%} slower, {more:+.2f} s of {part} ({grid_text(other.keys)})"
 
 
 def _more(a: StepTime, b: StepTime) -> dict[str, float]:
@@ -225,13 +264,25 @@ def _more(a: StepTime, b: StepTime) -> dict[str, float]:
     return parts | {"pipeline bubble": b.bubble - a.bubble, "optimizer": b.optimizer - a.optimizer}
 
 
-def shown(keys: Keys, beside: Keys | None = None) -> str:
-    """As overrides; `beside`: only what differs."""
+def shown(keys: Keys) -> str:
+    """As overrides; those that are the schema's defaults are left out."""
     silent = {"parallel.schedule": "1f1b", "parallel.virtual_stages": 1, "parallel.cp": 1, "parallel.zero_group": None}
     return " ".join(
         f"{key}={str(value).lower() if isinstance(value, bool) else value}"
         for key, value in keys.items()
-        if (value != beside.get(key) if beside else silent.get(key, ...) != value)
+        if silent.get(key, ...) != value
+    )
+
+
+def grid_text(keys: Keys) -> str:
+    """tp 4, pp 8 x 5 chunks, dp 32, zero 1, micro-batch 2, recompute none"""
+    chunks = f" x {keys['parallel.virtual_stages']} chunks" if keys["parallel.virtual_stages"] > 1 else ""
+    cp = f", cp {keys['parallel.cp']}" if keys["parallel.cp"] > 1 else ""
+    group = f" in groups of {keys['parallel.zero_group']}" if keys["parallel.zero_group"] else ""
+    return (
+        f"tp {keys['parallel.tp']}, pp {keys['parallel.pp']}{chunks}{cp}, dp {keys['parallel.dp']},"
+        f" zero {keys['parallel.zero']}{group}, micro-batch {keys['train.micro_batch_size']},"
+        f" recompute {keys['parallel.recompute']}"
     )
 
 
