@@ -22,10 +22,12 @@ from megakit.parallel.grid import Grid
 from megakit.parallel.pipeline import generators
 from megakit.parallel.pipeline.schedule import Op
 from megakit.planner.activations import MEGAKIT, Kept, Operators, deferred, ledger, peak
-from megakit.planner.stage import make_table
 from megakit.planner.states import states
+from megakit.planner.table import make_table
 from megakit.planner.widths import WEIGHT_BYTES
 
+RESERVED = 0.08
+"""Share of a GPU's memory that is left to the process: its context, communication buffers, fragmentation."""
 TRANSFORMER_ENGINE = Operators(rotates_in_place=True)
 """Megatron with Transformer Engine."""
 MEGATRON_2021 = Operators(rotates_in_place=True, keeps_scores=True)
@@ -54,10 +56,11 @@ def peaks(cfg: Config, operators: Operators = MEGAKIT) -> list[Peak]:
     """One for each place on the pp axis, of a resolved recipe."""
     p = cfg.parallel
     grid = Grid(p.dp or 1, p.pp, p.cp, p.tp, p.zero_group)
-    return [_peak(cfg, grid, rank, row, operators) for rank, row in enumerate(make_table(cfg, grid).rows)]
+    return [stage_peak(cfg, grid, rank, row, operators) for rank, row in enumerate(make_table(cfg, grid).rows)]
 
 
-def _peak(cfg: Config, grid: Grid, rank: int, row: Sequence[Op], operators: Operators) -> Peak:
+def stage_peak(cfg: Config, grid: Grid, rank: int, row: Sequence[Op], operators: Operators = MEGAKIT) -> Peak:
+    """Of a rank that runs this row of the schedule."""
     layouts = rank_stages(cfg, rank)
     lines = [ledger(cfg, layout, operators) for layout in layouts]
     state = states(cfg, grid, layouts)

@@ -8,9 +8,11 @@ from megakit.config.schema import Config, ModelConfig
 from megakit.modeling.layout import context_length
 from megakit.parallel.grid import Grid
 from megakit.parallel.pipeline import generators
+from megakit.planner.memory import RESERVED
 from megakit.planner.relief import relief
-from megakit.planner.stage import StagePlan, make_table, stage_plans
+from megakit.planner.stage import StagePlan, stage_plans
 from megakit.planner.states import accumulates_whole, fully_sharded, micro_batches
+from megakit.planner.table import make_table
 from megakit.planner.widths import GIB
 
 
@@ -85,7 +87,7 @@ def notes_of(cfg: Config, grid: Grid, stages: list[StagePlan], open_world: bool)
 def memory_notes(cfg: Config, world: int | None, stages: list[StagePlan]) -> list[str]:
     """`cfg` and `world` as make_plan takes them: a cure is one of the recipe's keys."""
     memory, worst = cfg.cluster.gpu_memory_gib, max(stages, key=lambda s: s.total_bytes)
-    if memory is None or worst.total_bytes <= memory * GIB:
+    if memory is None or worst.total_bytes <= memory * GIB * (1 - RESERVED):
         return []
 
     def measure(changed: Config) -> tuple[int, int]:
@@ -93,8 +95,9 @@ def memory_notes(cfg: Config, world: int | None, stages: list[StagePlan]) -> lis
         p = there.parallel
         grid = Grid(p.dp or 1, p.pp, p.cp, p.tp, p.zero_group)
         largest = max(stage_plans(there, grid, make_table(there, grid)), key=lambda s: s.total_bytes)
-        return largest.state_bytes, largest.activation_bytes
+        return largest.state_bytes, largest.total_bytes - largest.state_bytes
 
     need = f"{worst.total_bytes / GIB:.1f} GiB, {worst.state_bytes / GIB:.1f} of them states"
-    cure = relief(cfg, measure, memory * GIB)
-    return [f"stage {worst.index} needs {need}, a GPU has {memory} GiB: use {cure}"]
+    cure = relief(cfg, measure, memory * GIB * (1 - RESERVED))
+    left = f"a GPU has {memory} GiB, {RESERVED:.0%} of which are left to the process"
+    return [f"stage {worst.index} needs {need}, {left}: use {cure}"]

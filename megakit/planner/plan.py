@@ -20,9 +20,11 @@ from megakit.parallel.pipeline import schedule
 from megakit.planner.estimate import Estimate, estimated
 from megakit.planner.machines import gpu_of
 from megakit.planner.notes import batch_sizes, memory_notes, notes_of
-from megakit.planner.stage import StagePlan, make_table, stage_plans
+from megakit.planner.stage import StagePlan, stage_plans
 from megakit.planner.states import formula, micro_batches
+from megakit.planner.table import make_table
 from megakit.planner.traffic import links
+from megakit.planner.traps import traps
 
 HARDWARE = (
     "gpu_memory_gib",
@@ -147,11 +149,16 @@ def make_plan(cfg: Config, world: int | None = None) -> Plan:
         stages=stages,
         worst_stage=max(stages, key=lambda s: s.total_bytes).index,
         formula=formula(cfg, grid),
-        excluded="temporary and communication buffers, and a layer while it is recomputed",
+        excluded="what the process holds besides tensors: its context, communication buffers, fragmentation",
         links=links(grid, per_node, stages[0].ranks[0][0]),
         estimate=_estimate(cfg, samples * t.seq_len),
-        notes=[*notes_of(cfg, grid, stages, open_world), *memory_notes(original, world, stages)],
+        notes=[*notes_of(cfg, grid, stages, open_world), *memory_notes(original, world, stages), *_traps(cfg, grid)],
     )
+
+
+def _traps(cfg: Config, grid: Grid) -> list[str]:
+    known = gpu_of(cfg.cluster)
+    return [] if known is None else traps(cfg, grid, known[0])
 
 
 def _estimate(cfg: Config, tokens: int) -> Estimate | None:

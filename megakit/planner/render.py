@@ -19,7 +19,7 @@ def render(plan: Plan) -> RenderableType:
     """Tables of the run and of its stages, at most 100 columns wide."""
     parts: list[RenderableType] = [Text(f"Plan of {plan.name}", style="bold"), _summary(plan), _stages(plan)]
     parts.append(Text(f"* most bytes: stage {plan.worst_stage}. {plan.formula}."))
-    parts.append(Text("Activations: micro-batches in flight x what is kept of each for its backward pass."))
+    parts.append(Text("Activations: micro-batches in flight x what is kept of each. Temporary: made by the backward pass."))
     parts.append(Text(f"Not counted: {plan.excluded}."))
     parts += [Text(f"Note: {note}.", style="yellow") for note in plan.notes]
     return Group(*parts)
@@ -70,18 +70,22 @@ def _stages(plan: Plan) -> Table:
     table.add_column("ranks")
     table.add_column("layers")
     unit, size_of = ("GiB", GIB) if plan.stages[plan.worst_stage].total_bytes >= GIB else ("MiB", MIB)
-    for name in ("parameters\nper rank", *(f"{kind}\n{unit}" for kind in ("weights", "grads", "optim", "activ.", "total"))):
+    for name in (
+        "parameters\nper rank",
+        *(f"{kind}\n{unit}" for kind in ("weights", "grads", "optim", "activ.", "temp.", "total")),
+    ):
         table.add_column(name, justify="right", no_wrap=True)
     for stage in plan.stages:
         worst = stage.index == plan.worst_stage
-        sizes = (stage.weight_bytes, stage.gradient_bytes, stage.optimizer_bytes)
+        sizes = (stage.weight_bytes, stage.gradient_bytes, stage.optimizer_bytes + stage.padding_bytes)
         table.add_row(
             f"{'*' if worst else ''}{stage.index}",
-            ranks_text(stage.ranks),
+            ranks_text(stage.ranks) if len(stage.ranks) <= 2 else f"{ranks_text(stage.ranks[:1])} ...",
             _layers_text(stage),
             f"{stage.parameters:,}",
             *(f"{size / size_of:.2f}" for size in sizes),
             f"{stage.in_flight} x {stage.activation_bytes / stage.in_flight / size_of:.2f}",
+            f"{stage.temporary_bytes / size_of:.2f}",
             f"{stage.total_bytes / size_of:.2f}",
             style="bold" if worst and len(plan.stages) > 1 else None,
         )

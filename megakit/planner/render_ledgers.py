@@ -12,6 +12,7 @@ from rich.text import Text
 from megakit.planner.estimate import GPU_HOURS_PER_FAILURE, STORAGE_GB_S_PER_NODE, Estimate
 from megakit.planner.plan import Plan
 from megakit.planner.stage import StagePlan
+from megakit.planner.states import Line
 from megakit.planner.timing import StepTime
 from megakit.planner.traffic import AXES, Traffic
 from megakit.planner.widths import GIB
@@ -111,7 +112,7 @@ def explained(plan: Plan) -> RenderableType:
     """Every line of the ledgers of the stage with the most bytes."""
     stage = plan.stages[plan.worst_stage]
     memory = _table("states", "formula", "GiB", left=2)
-    for line in stage.states:
+    for line in [*stage.states, _temporary(stage)]:
         memory.add_row(line.name, line.formula, f"{line.bytes / GIB:.3f}")
     kept = _table("kept of a micro-batch", "elements", "sizes", "GiB", left=3)
     for chunk in stage.activations:
@@ -126,6 +127,11 @@ def explained(plan: Plan) -> RenderableType:
     return Group(
         title, memory, kept, traffic, Text("Sent: of an all-reduce of B bytes over n ranks 2 (n-1)/n B, as a ring does it.")
     )
+
+
+def _temporary(stage: StagePlan) -> Line:
+    made = "the head's weight gradient in fp32" if stage.instant == "loss" else "weight and activation gradients of one layer"
+    return Line("temporary", f"at the backward pass of the {stage.instant}: {made}", stage.temporary_bytes)
 
 
 def joined(traffic: list[Traffic]) -> list[Traffic]:

@@ -67,6 +67,7 @@ def memory(stage: StagePlan, longest: float) -> list[Segment]:
         ("gradients", stage.gradient_bytes),
         ("optimizer", stage.optimizer_bytes + stage.padding_bytes),
         ("activations", stage.activation_bytes),
+        ("temporaries", stage.temporary_bytes),
     )
     return [Segment(name, size / GIB, 100 * size / GIB / longest, name) for name, size in kinds if size]
 

@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from megakit.config import rules
@@ -19,9 +20,12 @@ from megakit.config.typed import replace
 from megakit.errors import Refused
 from megakit.modeling.layout import model_stages
 from megakit.parallel.grid import Grid
+from megakit.parallel.pipeline import generators
+from megakit.parallel.pipeline.schedule import Op
 from megakit.parallel.shard import ShardSpec
 from megakit.planner.hardware import Gpu
-from megakit.planner.stage import make_table, stage_plan
+from megakit.planner.memory import RESERVED, stage_peak
+from megakit.planner.states import micro_batches
 from megakit.planner.timing import StepTime, estimate
 from megakit.planner.widths import GIB
 from megakit.planner.workload import Workload
@@ -31,8 +35,6 @@ BEST = 10
 LONG = 8192
 """Tokens of a sequence from which on context parallelism is tried; each rank keeps at least a quarter of it."""
 MICRO_BATCHES = (1, 2, 4, 8)
-RESERVED = 0.08
-"""Share of a GPU's memory that is left to the process: its context, communication buffers, fragmentation."""
 
 Keys = dict[str, Any]
 Progress = Callable[[int, int, str], None]
@@ -123,9 +125,14 @@ class _Memory:
         rules.check(changed)
         changed = rules.resolve(changed, self.world)
         grid = grid_of(keys)
-        table = make_table(changed, grid)
-        ends = {0, grid.pp - 1}
-        return max(stage_plan(changed, grid, rank, table.rows[rank], 1).total_bytes for rank in ends)
+        rows = _rows(keys["parallel.schedule"], grid.pp, keys["parallel.virtual_stages"], micro_batches(changed, grid))
+        return max(stage_peak(changed, grid, rank, rows[rank]).total for rank in {0, grid.pp - 1})
+
+
+@lru_cache
+def _rows(schedule: str, pp: int, chunks: int, count: int) -> tuple[tuple[Op, ...], ...]:
+    """The table, with no more micro-batches than fill the pipeline: what is in flight is then as with more of them."""
+    return generators.make(schedule, pp, min(count, 2 * pp * chunks), chunks).rows
 
 
 def _candidates(cfg: Config, gpu: Gpu, world: int) -> Iterator[tuple[Keys, Workload]]:

@@ -6,16 +6,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megakit.config import rules
 from megakit.config.schema import Config
-from megakit.errors import Refused
 from megakit.modeling.layout import StageLayout, rank_stages, stage_params
 from megakit.parallel.grid import Grid
-from megakit.parallel.pipeline import generators
 from megakit.parallel.pipeline.schedule import Op, Schedule
 from megakit.parallel.shard import ParamSpec
-from megakit.planner.activations import Kept, deferred, ledger, peak
-from megakit.planner.states import Line, micro_batches, states
+from megakit.planner.activations import Kept, ledger
+from megakit.planner.memory import stage_peak
+from megakit.planner.states import Line, states
 from megakit.planner.traffic import Traffic, step_traffic
 
 
@@ -47,7 +45,11 @@ class StagePlan:
     activations: list[list[Kept]]
     """For each of its chunks, the ledger of what it keeps of one micro-batch from the forward to the backward pass."""
     activation_bytes: int
-    """Of all micro-batches in flight, at most, as the schedule has it."""
+    """Of all micro-batches in flight, as the schedule has it, when the rank holds most."""
+    temporary_bytes: int
+    """Made by the backward pass at that instant."""
+    instant: str
+    """loss (its backward pass) | layers (that of a layer)."""
     in_flight: int
     """Forward passes of a chunk whose activations it keeps at once, at most."""
     traffic: list[Traffic]
@@ -60,16 +62,8 @@ class StagePlan:
 
     @property
     def total_bytes(self) -> int:
-        """States, and the activations of all micro-batches in flight."""
-        return self.state_bytes + self.activation_bytes
-
-
-def make_table(cfg: Config, grid: Grid) -> Schedule:
-    """The schedule of a step with the whole batch. Raises Refused where it can't take a size of the batch."""
-    p = cfg.parallel
-    generators.placement(p.schedule, p.pp, p.virtual_stages)
-    _check_blocks(cfg, grid)
-    return generators.make(p.schedule, p.pp, micro_batches(cfg, grid), p.virtual_stages)
+        """States, the activations of all micro-batches in flight, and what the backward pass makes for a moment."""
+        return self.state_bytes + self.activation_bytes + self.temporary_bytes
 
 
 def stage_plans(cfg: Config, grid: Grid, table: Schedule) -> list[StagePlan]:
@@ -86,9 +80,7 @@ def stage_plan(cfg: Config, grid: Grid, rank: int, row: Sequence[Op], in_flight:
         math.prod(box.size) for r in range(grid.tp) for spec in _specs(cfg, layouts, grid.tp, r) for box in spec.shard.boxes
     )
     state = states(cfg, grid, layouts)
-    kept = [ledger(cfg, layout) for layout in layouts]
-    of_a_pass = [sum(line.bytes for line in lines) for lines in kept]
-    put_off = [deferred(cfg, layout) for layout in layouts] if cfg.parallel.schedule in generators.ZERO_BUBBLE else of_a_pass
+    most = stage_peak(cfg, grid, rank, row)
     first = [grid.rank(dp=d, pp=rank) for d in range(grid.dp)]
     return StagePlan(
         index=rank,
@@ -104,8 +96,10 @@ def stage_plan(cfg: Config, grid: Grid, rank: int, row: Sequence[Op], in_flight:
         optimizer_bytes=state.optimizer,
         padding_bytes=state.padding,
         states=state.lines,
-        activations=kept,
-        activation_bytes=peak(row, of_a_pass, put_off),
+        activations=[ledger(cfg, layout) for layout in layouts],
+        activation_bytes=most.activations,
+        temporary_bytes=most.temporaries,
+        instant=most.instant,
         in_flight=in_flight,
         traffic=step_traffic(cfg, grid, rank),
     )
@@ -113,32 +107,6 @@ def stage_plan(cfg: Config, grid: Grid, rank: int, row: Sequence[Op], in_flight:
 
 def _specs(cfg: Config, layouts: list[StageLayout], tp: int, tp_rank: int) -> list[ParamSpec]:
     return list({name: p for layout in layouts for name, p in stage_params(cfg, layout, tp, tp_rank).items()}.values())
-
-
-def _check_blocks(cfg: Config, grid: Grid) -> None:
-    """That all sizes of the batch are whole blocks of pp micro-batches, where the schedule takes them so."""
-    t, p = cfg.train, cfg.parallel
-    if p.schedule != "interleaved_1f1b":
-        return
-    unit, final = p.pp * t.micro_batch_size * grid.dp, t.global_batch_size
-    by = f"parallel.pp x train.micro_batch_size x dp = {p.pp} x {t.micro_batch_size} x {grid.dp} = {unit}"
-    why = f"parallel.schedule = interleaved_1f1b takes its micro-batches in blocks of parallel.pp = {p.pp}"
-    if final % unit:
-        near = rules.nearest_multiples(final, unit)
-        raise Refused(
-            f"{why}, so train.global_batch_size = {final} must be a multiple of {by}: use train.global_batch_size={near}"
-        )
-    if t.rampup_batch_size is None:
-        return
-    start, increment, samples = t.rampup_batch_size
-    if start % unit or increment % unit:
-        low = min(math.ceil(start / unit) * unit, final - unit)
-        step = math.ceil(increment / unit) * unit
-        fit = [low, step if low and (final - low) % step == 0 else unit, samples]
-        raise Refused(
-            f"train.rampup_batch_size = {t.rampup_batch_size}: {why}, so START and INCREMENT must be multiples of {by}: use"
-            f" {fit if low else 'null'}"
-        )
 
 
 def _joined(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -15,11 +15,11 @@ from megakit.planner.workload import Workload
 
 IDLE = 0.10
 """Share of a step in the pipeline's bubble from which on it is told."""
-EXPOSED = 0.20
+EXPOSED = 0.25
 """Share of a step in one axis' communication from which on it is told."""
 TILE = 64
 """Rows and columns of a matrix product that tensor cores take at once, at least."""
-PADDED = 0.02
+PADDED = 0.05
 """Share of the vocabulary's rows that are padding from which on it is told."""
 
 
@@ -36,7 +36,8 @@ def _pipeline(cfg: Config, grid: Grid, w: Workload, step: StepTime) -> Iterator[
     if grid.pp == 1 or idle < IDLE or w.micro_batches < grid.pp:  # a starved pipeline has a note of its own
         return
     size = w.micro_batch_size * grid.dp
-    enough = math.ceil(w.micro_batches * idle / IDLE) * size
+    # the bubble is as long whatever the number of micro-batches
+    enough = math.ceil(w.micro_batches * idle / (1 - idle) * (1 - IDLE) / IDLE / grid.pp) * grid.pp * size
     cures = [f"train.global_batch_size >= {enough}", "fewer stages"]
     fit = [v for v in range(2, w.layers // grid.pp + 1) if w.layers % (grid.pp * v) == 0]
     if w.schedule == "1f1b" and fit and w.micro_batches % grid.pp == 0:
