@@ -101,7 +101,7 @@ def _group_given_a_value(name: str, tree: dict[str, Any]) -> str | None:
 
 
 def _build(cls: type[T], tree: dict[str, Any], prefix: str) -> T:
-    hints = _hints(cls)
+    hints = _hints(cls)  # type: ignore[arg-type]  # mypy doubts that a class can be hashed
     values: dict[str, Any] = {}
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         name, hint = keys.key_name(field), hints[field.name]
@@ -112,8 +112,10 @@ def _build(cls: type[T], tree: dict[str, Any], prefix: str) -> T:
     return cls(**values)
 
 
-_hints = lru_cache(typing.get_type_hints)
-"""The types of a group's keys: working them out takes most of the time of `replace`, which a search calls a thousand times."""
+@lru_cache
+def _hints(cls: type) -> dict[str, Any]:
+    """The types of a group's keys. Working them out takes long, and a search replaces keys a thousand times."""
+    return typing.get_type_hints(cls)
 
 
 def _typed(name: str, value: Any, hint: Any) -> Any:

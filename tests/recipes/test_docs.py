@@ -1,4 +1,4 @@
-"""The console examples of docs/recipes.md are real: `python tests/recipes/test_docs.py` writes their output."""
+"""The console examples of the pages are real: `python tests/recipes/test_docs.py` writes their output."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megakit import pretrain
+from megakit import plan, pretrain
 from megakit.config.compose import compose
 from megakit.config.shrink import shrink
 from megakit.config.typed import to_yaml
@@ -19,27 +19,29 @@ from megakit.planner.plan import make_plan
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs/recipes.md"
-EXAMPLE = re.compile(r"^```console\n\$ python -m megakit\.pretrain (.*)\n((?s:.*?))^```$", re.MULTILINE)
+PAGES = [PAGE, ROOT / "docs/plan.md"]
+EXAMPLE = re.compile(r"^```console\n\$ python -m megakit\.(\w+) (.*)\n((?s:.*?))^```$", re.MULTILINE)
+COMMANDS = {"pretrain": pretrain.main, "plan": plan.main}
 
 
-def output(command: str) -> str:
+def output(name: str, arguments: str) -> str:
     """What the command prints, without trailing blanks."""
     text = io.StringIO()
     with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
-        pretrain.main(shlex.split(command))
+        COMMANDS[name](shlex.split(arguments))
     return "".join(line.rstrip() + "\n" for line in text.getvalue().splitlines())
 
 
-EXAMPLES = EXAMPLE.findall(PAGE.read_text(encoding="utf-8"))
+EXAMPLES = [example for page in PAGES for example in EXAMPLE.findall(page.read_text(encoding="utf-8"))]
 
 
 def test_there_are_examples():
-    assert len(EXAMPLES) == 5
+    assert [name for name, *_ in EXAMPLES] == ["pretrain"] * 5 + ["plan"] * 2
 
 
-@pytest.mark.parametrize(("command", "shown"), EXAMPLES)
-def test_the_output_shown_is_what_the_command_prints(command: str, shown: str):
-    assert shown == output(command)
+@pytest.mark.parametrize(("name", "arguments", "shown"), EXAMPLES)
+def test_the_output_shown_is_what_the_command_prints(name: str, arguments: str, shown: str):
+    assert shown == output(name, arguments)
 
 
 def test_the_recipe_of_ones_own_composes(tmp_path: Path):
@@ -71,8 +73,8 @@ def dry_runs() -> list[str]:
 
 @pytest.mark.parametrize("command", dry_runs())
 def test_every_dry_run_of_the_pages_has_a_plan(command: str):
-    plan = make_plan(compose(shlex.split(command)))
-    assert not any("a GPU has" in note for note in plan.notes) or "demo" in command, plan.notes
+    notes = make_plan(compose(shlex.split(command))).notes
+    assert not any("a GPU has" in note for note in notes) or "demo" in command, notes
 
 
 SHOWN = [
@@ -88,6 +90,7 @@ def test_the_pages_show_a_run_of_each_feature(feature: str):
 
 
 if __name__ == "__main__":
-    page = PAGE.read_text(encoding="utf-8")
-    renewed = EXAMPLE.sub(lambda m: f"```console\n$ python -m megakit.pretrain {m[1]}\n{output(m[1])}```", page)
-    PAGE.write_text(renewed, encoding="utf-8")
+    for page in PAGES:
+        old = page.read_text(encoding="utf-8")
+        new = EXAMPLE.sub(lambda m: f"```console\n$ python -m megakit.{m[1]} {m[2]}\n{output(m[1], m[2])}```", old)
+        page.write_text(new, encoding="utf-8")
