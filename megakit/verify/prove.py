@@ -115,7 +115,7 @@ def prove(
     grid = Grid(p.dp or 1, p.pp, p.cp, p.tp, p.zero_group)
     stepped: dict[int, Stepped] = {}
     typed: dict[int, list[str]] = {}
-    notes: list[str] = []
+    used: list[float] = []
     with _workers(processes) as work:
         first = sample.first_round(cfg, grid)
         kinds = [grid.rank(pp=stage) for stage in sorted(set(sample.kinds(cfg).values()))] if types else []
@@ -125,7 +125,8 @@ def prove(
             new = sorted(set(ranks) - stepped.keys())
             # types come first: they take longest
             tasks = [("types", cfg, rank) for rank in kinds if not stepped] + [("step", cfg, rank) for rank in new]
-            for kind, rank, result in work(tasks):
+            for kind, rank, result, seconds in work(tasks):
+                used.append(seconds)
                 (typed if kind == "types" else stepped)[rank] = result
                 if progress:
                     done = len(stepped) + len(typed)
@@ -137,19 +138,8 @@ def prove(
         progress(total, total, f"matching {counted(grid.world, 'rank')}")
     job = _job(grid, chosen, stepped)
     errors = [f"{_who(ranks)} {line}" for line, ranks in _by_line((r, s.errors) for r, s in stepped.items())]
-    strangers = list(job.strangers())
-    holds: list[str] = []
-    if strangers:
-        errors += strangers
-    else:
-        unequal = mismatches(job)
-        errors += unequal
-        # where ranks don't fit together it is enough to say who waits: all of them in full would take minutes
-        holds, stuck = deadlocks(job, SEMANTICS[-1:] if unequal else SEMANTICS)
-        if not holds or holds[0] == "gloo":  # no NCCL
-            errors += stuck
-        else:
-            notes += [f"not under every order of execution: {line}" for line in stuck]
+    found, holds, notes = _matched(job)
+    errors += found
     for rank, lines in typed.items():
         notes += [f"types of rank {rank}: {line.removeprefix(_UNTYPED)}" for line in lines if line.startswith(_UNTYPED)]
     errors += [
@@ -171,7 +161,7 @@ def prove(
         peaks=_peaks(grid, plan, stepped),
         assumptions=_assumptions(cfg, grid, chosen, stepped, types),
         seconds=time.monotonic() - started,
-        cpu_seconds=time.process_time() - cpu + (sum(s.seconds for s in stepped.values()) if processes > 1 else 0.0),
+        cpu_seconds=time.process_time() - cpu + (sum(used) if processes > 1 else 0.0),
         worker_bytes=max(s.peak_rss for s in stepped.values()),
         notes=notes,
     )
@@ -180,19 +170,35 @@ def prove(
 _UNTYPED = "not checked: "
 
 
-def _work(task: tuple[str, Config, int]) -> tuple[str, int, Any]:
-    """One task, in whichever process."""
+def _work(task: tuple[str, Config, int]) -> tuple[str, int, Any, float]:
+    """One task, in whichever process -> its kind, the rank, what came out, and seconds of CPU."""
     kind, cfg, rank = task
+    started = time.process_time()
+    result: Any
     if kind == "step":
         from megakit.verify.step import step
 
-        return kind, rank, step(cfg, rank)
-    from megakit.verify.types import typecheck
+        result = step(cfg, rank)
+    else:
+        from megakit.verify.types import typecheck
 
-    try:
-        return kind, rank, typecheck(cfg, rank)
-    except Refused as e:
-        return kind, rank, [f"{_UNTYPED}{e}"]
+        try:
+            result = typecheck(cfg, rank)
+        except Refused as e:
+            result = [f"{_UNTYPED}{e}"]
+    return kind, rank, result, time.process_time() - started
+
+
+def _matched(job: Job) -> tuple[list[str], list[str], list[str]]:
+    """-> errors, the semantics under which all ranks come to their end, notes."""
+    if strangers := list(job.strangers()):
+        return strangers, [], []
+    unequal = mismatches(job)
+    # where ranks don't fit together it is enough to say who waits: all of them in full would take minutes
+    holds, stuck = deadlocks(job, SEMANTICS[-1:] if unequal else SEMANTICS)
+    if not holds or holds[0] == "gloo":  # no NCCL
+        return unequal + stuck, holds, []
+    return unequal, holds, [f"not under every order of execution: {line}" for line in stuck]
 
 
 @contextmanager
