@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.train.features import (
@@ -18,6 +20,8 @@ from tests.train.features import (
     world,
 )
 from tests.train.parity import assemble, train, worst
+
+DOC = Path(__file__).parents[2] / "docs" / "parity.md"
 
 
 @pytest.fixture(scope="module")
@@ -50,3 +54,14 @@ def test_no_row_is_empty_and_what_is_blank_is_refused_with_a_cure():
             if (feature.name, layout) not in there and not set(feature.without) & set(LAYOUTS[layout]):
                 reason = refused(config(feature, layout))
                 assert reason and "\n" not in reason and ":" in reason, (feature.name, layout, reason)
+
+
+def test_the_published_table_has_every_cell():
+    """docs/parity.md is made by benchmarks/parity.py --write: a row or a column that is added asks for a new run."""
+    lines = [line.strip("|").split("|") for line in DOC.read_text().splitlines() if line.startswith("|")]
+    (_, *columns), _, *rows = lines
+    assert columns == list(LAYOUTS)
+    assert [name.removesuffix(" *") for name, *_ in rows] == [f.name for f in FEATURES]
+    published = {(f.name, c) for f, (_, *values) in zip(FEATURES, rows) for c, v in zip(columns, values) if v.strip()}
+    assert published == {(f.name, layout) for f, layout in cells()}
+    assert all(float(v) < TOLERANCE for _, *values in rows for v in values if v.strip())
