@@ -7,6 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from megakit.planner.memory import RESERVED
 from megakit.planner.notes import counted
 from megakit.planner.plan import Plan
 from megakit.planner.stage import StagePlan
@@ -57,6 +58,13 @@ def _summary(plan: Plan) -> Table:
     ends = f"{plan.lr:g}" + (f" to {plan.min_lr:g}" if plan.lr_schedule != "constant" else "")
     table.add_row("optimizer", f"{plan.optimizer}, lr {ends}, {plan.lr_schedule}")
     table.add_row("run", f"{counted(plan.steps, 'step')}, {counted(plan.samples, 'sample')}, {plan.tokens:,} tokens")
+    if memory := plan.hardware["gpu_memory_gib"]:
+        worst, process = plan.stages[plan.worst_stage].total_bytes / GIB, RESERVED * memory
+        table.add_row(
+            "memory",
+            f"{worst:.1f} GiB on stage {plan.worst_stage} + {process:.1f} GiB left to the process = {worst + process:.1f} of"
+            f" {memory:g} GiB",
+        )
     return table
 
 
