@@ -5,7 +5,8 @@ No torch here. Of a recipe it is made by `Workload.of`; of runs of other program
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from functools import lru_cache
 
 from megakit.config.schema import Config, ModelConfig
 from megakit.modeling.balance import head_dim
@@ -141,6 +142,7 @@ class Workload:
     @classmethod
     def of_model(cls, m: ModelConfig, *, seq: int, tp: int, **keys) -> Workload:
         """Of a model and the fields that describe the run."""
+        full, causal = _flops(astuple(m), seq)
         return cls(
             layers=m.num_layers,
             hidden=m.hidden_size,
@@ -156,8 +158,8 @@ class Workload:
             vocab=tp * ShardSpec.padded_rows("", m.vocab_size, 1, 0, tp, m.make_vocab_size_divisible_by).numel,
             seq=seq,
             tp=tp,
-            flops_per_token=flops_per_token(m, seq),
-            causal_flops_per_token=flops_per_token(m, seq, causal=True),
+            flops_per_token=full,
+            causal_flops_per_token=causal,
             **keys,
         )
 
@@ -180,3 +182,10 @@ class Workload:
     def table_elements(self) -> int:
         """Elements of the embedding, or of the head, on one rank."""
         return self.hidden * self.vocab // self.tp
+
+
+@lru_cache(maxsize=256)
+def _flops(fields: tuple, seq: int) -> tuple[int, int]:
+    """Useful FLOPs per token, full and causal: counting a model's parameters takes milliseconds, and a search asks often."""
+    model = ModelConfig(*fields)
+    return flops_per_token(model, seq), flops_per_token(model, seq, causal=True)
