@@ -16,6 +16,9 @@ from megakit.parallel.shard import ParamGroup, ParamSpec
 ALIGN = 64
 """Elements to which a cut of a bucket is aligned: 128 bytes in bf16."""
 
+REDUCED_AT_ONCE = 2
+"""Reduce-scatters of ZeRO 2 under way at once: each holds a whole bucket's gradient."""
+
 
 class Part(NamedTuple):
     """The elements of one parameter in a shard."""

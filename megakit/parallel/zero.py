@@ -29,13 +29,10 @@ from functools import partial
 import torch
 from torch import nn
 
-from megakit.parallel.buckets import BucketLayout, Part, fill_buckets
+from megakit.parallel.buckets import REDUCED_AT_ONCE, BucketLayout, Part, fill_buckets
 from megakit.parallel.comm import Comm, Handle
 from megakit.parallel.shard import ParamGroup, ParamSpec
 from megakit.parallel.weights import Source
-
-IN_FLIGHT = 2
-"""Reduce-scatters of level 2 under way at once: each holds a whole bucket's gradient."""
 
 Boxes = dict[str, tuple[tuple[int, ...], list[tuple[tuple[int, ...], torch.Tensor]]]]
 """{name: (global shape, [(start, tensor)])}"""
@@ -208,7 +205,7 @@ class FlatBuffers:
             bucket.reduction = self.comm.reduce_scatter(bucket.whole, "dp_shard")
             bucket.whole = None  # the handle holds it until it is done
             self._flying.append(bucket)
-            while len(self._flying) > IN_FLIGHT:
+            while len(self._flying) > REDUCED_AT_ONCE:
                 self._settle(self._flying[0])
 
     def _settle(self, bucket: Bucket) -> None:

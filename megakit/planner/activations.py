@@ -49,6 +49,8 @@ class Operators:
     """Queries and keys are kept after their rotation only."""
     keeps_scores: bool = False
     """Attention is not fused: softmax, its dropout's mask and result are kept, 5 bytes per score (Korthikanti et al. 2022)."""
+    head_gradient_apart: bool = False
+    """The head's weight gradient is made in fp32 and then added, not accumulated in place."""
 
 
 MEGAKIT = Operators()

@@ -2,7 +2,8 @@
 
 Nothing is fitted. Two instants are compared, by what stands in memory beside the states:
 
-    loss     all that is kept, the fp32 probabilities among it, and the head's weight gradient: 4 H V
+    loss     all that is kept, the fp32 probabilities among it, and beside them the logits or their gradient in the compute
+             type (other programs: the head's weight gradient in fp32)
     layers   all that is kept without the loss, and of the layer at work the weight gradients in the compute type, the
              gradients of its MLP and of two residuals, and, where it is recomputed, what it keeps
 
@@ -18,19 +19,20 @@ from dataclasses import dataclass, replace
 
 from megakit.config.schema import Config
 from megakit.modeling.layout import StageLayout, rank_stages, recomputed_layers, stage_params
+from megakit.parallel.buckets import REDUCED_AT_ONCE, fill_buckets
 from megakit.parallel.grid import Grid
 from megakit.parallel.pipeline import generators
 from megakit.parallel.pipeline.schedule import Op
 from megakit.planner.activations import MEGAKIT, Kept, Operators, deferred, ledger, peak
 from megakit.planner.states import states
 from megakit.planner.table import make_table
-from megakit.planner.widths import WEIGHT_BYTES
+from megakit.planner.widths import GRADIENT_BYTES, WEIGHT_BYTES
 
 RESERVED = 0.08
 """Share of a GPU's memory that is left to the process: its context, communication buffers, fragmentation."""
-TRANSFORMER_ENGINE = Operators(rotates_in_place=True)
+TRANSFORMER_ENGINE = Operators(rotates_in_place=True, head_gradient_apart=True)
 """Megatron with Transformer Engine."""
-MEGATRON_2021 = Operators(rotates_in_place=True, keeps_scores=True)
+MEGATRON_2021 = Operators(rotates_in_place=True, keeps_scores=True, head_gradient_apart=True)
 """Megatron without fused attention."""
 
 
@@ -67,11 +69,10 @@ def stage_peak(cfg: Config, grid: Grid, rank: int, row: Sequence[Op], operators:
     held = state.weights + state.gradients + state.optimizer + state.padding
     in_layers = _in_flight(cfg, layouts, row, [[k for k in kept if not _of_loss(k)] for kept in lines])
     layer = max(_layer(cfg, layout, operators) for layout in layouts)
-    at = [Peak(rank, held, in_layers, layer, "layers")]
+    buckets = _whole_buckets(cfg, grid, layouts)
+    at = [Peak(rank, held, in_layers, layer + buckets, "layers")]
     if any(layout.last for layout in layouts):
-        width = WEIGHT_BYTES["fp32"]
-        head = next(spec for name, spec in stage_params(cfg, _last(layouts), grid.tp, 0).items() if name in HEADS)
-        at.append(Peak(rank, held, _in_flight(cfg, layouts, row, lines), head.shard.numel * width, "loss"))
+        at.append(Peak(rank, held, _in_flight(cfg, layouts, row, lines), _loss(cfg, grid, layouts, operators) + buckets, "loss"))
     return max(at, key=lambda x: x.total)
 
 
@@ -79,8 +80,25 @@ HEADS = ("output.weight", "embedding.word.weight")
 """What the head multiplies by, untied or tied."""
 
 
-def _last(layouts: Sequence[StageLayout]) -> StageLayout:
-    return next(layout for layout in layouts if layout.last)
+def _loss(cfg: Config, grid: Grid, layouts: Sequence[StageLayout], operators: Operators) -> int:
+    """Beside the fp32 probabilities: the logits, or their gradient, in the compute type; or the head's weight gradient."""
+    held = {name: spec for layout in layouts for name, spec in stage_params(cfg, layout, grid.tp, 0).items()}
+    head = next(held[name].shard for name in HEADS if name in held)  # a tied one may be the first stage's, on the same rank
+    if operators.head_gradient_apart:
+        return head.numel * WEIGHT_BYTES["fp32"]
+    width = WEIGHT_BYTES[cfg.train.precision]
+    tokens = cfg.train.micro_batch_size * cfg.train.seq_len // grid.cp
+    return tokens * head.local[0] * width if width < WEIGHT_BYTES["fp32"] else 0
+
+
+def _whole_buckets(cfg: Config, grid: Grid, layouts: Sequence[StageLayout]) -> int:
+    """ZeRO 2: the gradients of buckets that are not cut yet, one that is filled and those that are being reduced."""
+    if cfg.parallel.zero != 2 or grid.size("dp_shard") == 1:
+        return 0
+    chunks = [stage_params(cfg, layout, grid.tp, 0) for layout in layouts]
+    buckets, _ = fill_buckets(chunks, grid.size("dp_cp"), cfg.parallel.bucket_size)
+    largest = sorted((bucket.size for bucket in buckets), reverse=True)[: 1 + REDUCED_AT_ONCE]
+    return sum(largest) * GRADIENT_BYTES[cfg.train.grad_dtype]
 
 
 def _of_loss(kept: Kept) -> bool:

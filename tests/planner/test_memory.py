@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megakit.config.schema import Config, ModelConfig, ParallelConfig, TrainConfig
+from megakit.planner.activations import MEGAKIT
 from megakit.planner.memory import MEGATRON_2021, TRANSFORMER_ENGINE, peaks
 
 LLAMA = ModelConfig(
@@ -40,11 +41,32 @@ def test_published_peaks_of_a_truncated_70b_on_b200(cfg, measured, instant):
 
 
 def test_more_is_kept_by_these_operators_and_more_by_unfused_attention():
-    cfg = run(tp=8)
-    (ours,), (theirs,), (unfused,) = peaks(cfg), peaks(cfg, TRANSFORMER_ENGINE), peaks(cfg, MEGATRON_2021)
-    rotated = 12 * 4096 * (8 + 1) * 128 * 2
+    cfg = run(tp=8, pp=2)
+    ours, theirs, unfused = (peaks(cfg, operators)[0] for operators in (MEGAKIT, TRANSFORMER_ENGINE, MEGATRON_2021))
+    held = 2 * 6  # micro-batches in flight x layers
+    rotated = held * 4096 * (8 + 1) * 128 * 2
     assert ours.total - theirs.total == rotated
-    assert unfused.total - theirs.total == 12 * 5 * 8 * 4096**2
+    assert unfused.total - theirs.total == held * 5 * 8 * 4096**2
+
+
+def test_at_the_loss_the_logits_stand_beside_their_probabilities():
+    (ours,), (theirs,) = peaks(run(tp=8)), peaks(run(tp=8), TRANSFORMER_ENGINE)
+    padded = 129024 // 8
+    assert ours.instant == theirs.instant == "loss"
+    assert ours.temporaries == 2 * 4096 * padded and theirs.temporaries == 4 * 8192 * padded
+    fp32 = run(tp=8)
+    assert peaks(replace(fp32, train=replace(fp32.train, precision="fp32")))[0].instant == "layers"  # its logits are reused
+
+
+def test_zero_2_holds_the_buckets_that_are_not_cut_yet():
+    def temporaries(zero: int, size: int) -> int:
+        cfg = run(dp=4, pp=2)
+        return peaks(replace(cfg, parallel=replace(cfg.parallel, zero=zero, bucket_size=size)))[0].temporaries
+
+    one_bucket = temporaries(2, 10**12) - temporaries(1, 10**12)
+    assert one_bucket == pytest.approx(4 * (6 * 855_654_400 + 128256 * 8192), rel=1e-3)  # all that a stage has
+    matrix = 2 * 8192 * 28672  # each is a bucket of its own, the embedding too
+    assert temporaries(2, 1) - temporaries(1, 1) == 4 * (128256 * 8192 + 2 * matrix)
 
 
 def test_a_recomputed_layer_stands_in_memory_while_it_is_at_work():
@@ -60,3 +82,13 @@ def test_the_layer_at_work_adds_its_gradients():
     first = peaks(cfg, TRANSFORMER_ENGINE)[0]
     weights = 2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 28672 + 2 * 8192
     assert first.temporaries == 2 * weights + 2 * 4096 * (3 * 28672 + 2 * 8192)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
+def test_a_tied_head_is_the_embedding_of_its_rank(schedule):
+    """With zb_v the first and the last stage are on one rank, which has the embedding once."""
+    cfg = run(tp=8, pp=2, schedule=schedule, virtual_stages=2 if schedule == "zb_v" else 1)
+    tied = replace(cfg, model=replace(cfg.model, tie_embeddings=True))
+    place = 0 if schedule == "zb_v" else 1
+    for operators in (MEGAKIT, TRANSFORMER_ENGINE):
+        assert peaks(tied, operators)[place].temporaries == peaks(cfg, operators)[place].temporaries
