@@ -7,6 +7,7 @@ wakes a thread 100 times a second, and the tests make hundreds of groups.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import multiprocessing as mp
 import os
@@ -50,6 +51,7 @@ class Pool:
         self._procs: list[mp.process.BaseProcess] = []
 
     def _start(self) -> None:
+        atexit.register(self.close)  # before multiprocessing's own end, which waits for processes that are stopped
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(["torch", "torch.distributed", "torch.distributed.checkpoint"])
         store = tempfile.mktemp(prefix="megakit-pool-")
@@ -94,6 +96,7 @@ class Pool:
             os.kill(proc.pid, number)
 
     def close(self) -> None:
+        atexit.unregister(self.close)
         for proc in self._procs:
             proc.kill()
         for proc in self._procs:
