@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megakit.planner.estimate import GPU_HOURS_PER_FAILURE, STORAGE_GB_S_PER_NODE, Estimate
+from megakit.planner.memory import RESERVED
 from megakit.planner.plan import Plan
 from megakit.planner.stage import StagePlan
 from megakit.planner.states import Line
@@ -112,7 +113,7 @@ def explained(plan: Plan) -> RenderableType:
     """Every line of the ledgers of the stage with the most bytes."""
     stage = plan.stages[plan.worst_stage]
     memory = _table("states", "formula", "GiB", left=2)
-    for line in [*stage.states, _temporary(stage)]:
+    for line in [*stage.states, _temporary(stage), *_process(plan)]:
         memory.add_row(line.name, line.formula, f"{line.bytes / GIB:.3f}")
     kept = _table("kept of a micro-batch", "elements", "sizes", "GiB", left=3)
     for chunk in stage.activations:
@@ -132,6 +133,12 @@ def explained(plan: Plan) -> RenderableType:
 def _temporary(stage: StagePlan) -> Line:
     made = "the head's weight gradient in fp32" if stage.instant == "loss" else "weight and activation gradients of one layer"
     return Line("temporary", f"at the backward pass of the {stage.instant}: {made}", stage.temporary_bytes)
+
+
+def _process(plan: Plan) -> list[Line]:
+    memory = plan.hardware["gpu_memory_gib"]
+    what = f"context, communication buffers, fragmentation: {RESERVED:.0%} of {memory:g} GiB, an allowance" if memory else ""
+    return [Line("left to the process", what, round(RESERVED * memory * GIB))] if memory else []
 
 
 def joined(traffic: list[Traffic]) -> list[Traffic]:

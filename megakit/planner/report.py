@@ -8,6 +8,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from megakit.planner.memory import RESERVED
 from megakit.planner.plan import Plan
 from megakit.planner.render_ledgers import by_axis, days_text, joined, parts_of
 from megakit.planner.search import Search, grid_text, shown
@@ -36,13 +37,14 @@ def page(plan: Plan, found: Search | None = None) -> str:
     table = drawn_table(plan.schedule, plan.grid["pp"], plan.micro_batches, plan.virtual_stages)
     stages = None if plan.estimate is None else plan.estimate.step.stages
     limit = plan.hardware["gpu_memory_gib"]
-    longest = max([s.total_bytes / GIB for s in plan.stages] + ([limit] if limit else []))
+    process = RESERVED * (limit or 0.0) * GIB
+    longest = max([(s.total_bytes + process) / GIB for s in plan.stages] + ([limit] if limit else []))
     return environment.get_template(TEMPLATE).render(
         plan=plan,
         estimate=plan.estimate,
         grid=" x ".join(f"{axis} {n}" for axis, n in plan.grid.items() if n > 1 or axis != "cp"),
         worst=plan.stages[plan.worst_stage],
-        bars=[(stage, memory(stage, longest)) for stage in plan.stages],
+        bars=[(stage, memory(stage, longest, process)) for stage in plan.stages],
         limit=None if limit is None else 100 * limit / longest,
         gib=GIB,
         timeline=Markup(timeline(table, stages)),
@@ -60,14 +62,15 @@ def page(plan: Plan, found: Search | None = None) -> str:
     )
 
 
-def memory(stage: StagePlan, longest: float) -> list[Segment]:
-    """A stage's bytes as parts of a bar of `longest` GiB."""
+def memory(stage: StagePlan, longest: float, process_bytes: float = 0.0) -> list[Segment]:
+    """A stage's bytes as parts of a bar of `longest` GiB; `process_bytes` are what is left to the process."""
     kinds = (
         ("weights", stage.weight_bytes),
         ("gradients", stage.gradient_bytes),
         ("optimizer", stage.optimizer_bytes + stage.padding_bytes),
         ("activations", stage.activation_bytes),
         ("temporaries", stage.temporary_bytes),
+        ("process", process_bytes),
     )
     return [Segment(name, size / GIB, 100 * size / GIB / longest, name) for name, size in kinds if size]
 
