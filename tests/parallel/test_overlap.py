@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from megakit.parallel.buckets import REDUCED_AT_ONCE
 from megakit.parallel.pipeline.executor import SENDS_IN_FLIGHT
-from megakit.parallel.zero import IN_FLIGHT
 from tests.tiny import tiny
 from tests.train.parity import micro_batches, warmed_up
 
@@ -98,4 +98,4 @@ def test_zero_2_reduces_a_micro_batch_during_the_next_one(pools, bucket_size):
         computed = marks(records, *(f"F{i}" for i in range(4)))
         assert len(reductions) % 4 == 0
         for at in computed[1:4]:  # when a forward pass begins, the last reductions of the micro-batch before are under way
-            assert sum(i < at < w for i, w in reductions) == IN_FLIGHT
+            assert sum(i < at < w for i, w in reductions) == REDUCED_AT_ONCE
