@@ -63,7 +63,11 @@ def run(argv: list[str]) -> int:
     if target := args.values.get("--report"):
         from megakit.planner.report import page
 
-        Path(target).write_text(page(plan, found), encoding="utf-8")
+        html = page(plan, found)
+        try:
+            Path(target).write_text(html, encoding="utf-8")
+        except OSError as why:
+            raise Refused(f"--report = {target} can't be written: {why.strerror}: use another name") from None
     if "--json" in args.values:
         sys.stdout.write(to_json(plan) if found is None else _both(plan, found))
         return EXIT_DONE

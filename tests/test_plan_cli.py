@@ -86,3 +86,16 @@ def test_refusals_are_one_line(args: list[str], says: str, capsys):
     assert plan.main(args) == 2
     err = capsys.readouterr().err
     assert says in err and err.count("\n") == 1
+
+
+def test_a_page_that_cannot_be_written_is_refused(tmp_path, capsys):
+    (tmp_path / "x.html").mkdir()
+    assert plan.main([*LLAMA, "--report", str(tmp_path / "x.html")]) == 2
+    err = capsys.readouterr().err
+    assert "can't be written: Is a directory" in err and err.count("\n") == 1
+
+
+def test_a_short_run_takes_seconds(capsys):
+    assert plan.main(["+recipe=demo", "cluster=h100"]) == 0
+    text = capsys.readouterr().out
+    assert " seconds for 614,400 tokens; 0.00" in text

@@ -76,6 +76,11 @@ class Gpu:
     """The chip whose runs the fitted numbers come from."""
     fitted: Fitted
 
+    @property
+    def nvlink_reach(self) -> int:
+        """GPUs that reach one another over NVLink: a node's, or more where a rack is wired as one."""
+        return max(self.nvlink_domain, self.gpus_per_node)
+
     def of_cluster(self, cluster: ClusterConfig) -> Gpu:
         """This GPU with the numbers that a recipe gives in place of the documented ones."""
         given: dict[str, Any] = {
@@ -87,6 +92,8 @@ class Gpu:
             "network_gb_s": cluster.network_gb_s,
             "gpus_per_node": cluster.gpus_per_node,
         }
+        if self.nvlink_domain == self.gpus_per_node:  # no rack: NVLink ends with the node, whatever its size
+            given["nvlink_domain"] = cluster.gpus_per_node
         return dataclasses.replace(self, **{name: value for name, value in given.items() if value is not None})
 
 

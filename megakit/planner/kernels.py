@@ -79,7 +79,8 @@ class Kernels:
         self.width = BYTES[w.precision]
         self.rows = w.micro_batch_size * w.seq / w.cp
         peak = gpu.fp32_tflops if w.precision == "fp32" else gpu.bf16_tflops
-        self.rate = peak * 1e12 * self.f.gemm
+        self.peak = peak * 1e12
+        self.rate = self.peak * self.f.gemm
         self.fp8 = w.precision == "fp8"
         self.linear_rate = gpu.fp8_tflops * 1e12 * self.f.gemm_fp8 if self.fp8 else self.rate
         self.bandwidth = gpu.memory_tb_s * 1e12 * STREAM
@@ -154,7 +155,7 @@ class Kernels:
         flops = 4.0 * scores * w.head_dim
         if w.stack.flash:
             length = w.seq / w.cp if w.cp > 1 else w.seq
-            rate = self.gpu.bf16_tflops * 1e12 * self.f.attention * length / (length + HALF_SPEED)
+            rate = self.peak * self.f.attention * length / (length + HALF_SPEED)
             rate *= OLDER_FLASH ** max(0, self.gpu.flash_version - w.stack.flash_version)
             forward = 0.5 * flops / rate
             return forward + LAUNCH, 2.5 * forward / ATTENTION_BACKWARD + LAUNCH

@@ -25,7 +25,7 @@ class Links:
     """Where the groups of a workload's grid lie on the machines."""
 
     def __init__(self, w: Workload, gpu: Gpu):
-        self.w, self.domain = w, max(gpu.nvlink_domain, gpu.gpus_per_node)
+        self.w, self.domain = w, gpu.nvlink_reach
         self.nvlink = gpu.nvlink_gb_s * 1e9 * gpu.fitted.nvlink
         self.network = gpu.network_gb_s * 1e9 * gpu.fitted.network
         self.replicas = w.dp * w.cp

@@ -68,7 +68,8 @@ def stage_peak(cfg: Config, grid: Grid, rank: int, row: Sequence[Op], operators:
     state = states(cfg, grid, layouts)
     held = state.weights + state.gradients + state.optimizer + state.padding
     in_layers = _in_flight(cfg, layouts, row, [[k for k in kept if not _of_loss(k)] for kept in lines])
-    layer = max(_layer(cfg, layout, operators) for layout in layouts)
+    unlike = {len(layout.layers): layout for layout in layouts}  # layers are alike, what is recomputed goes by their number
+    layer = max(_layer(cfg, layout, operators) for layout in unlike.values())
     buckets = _whole_buckets(cfg, grid, layouts)
     at = [Peak(rank, held, in_layers, layer + buckets, "layers")]
     if any(layout.last for layout in layouts):

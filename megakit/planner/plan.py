@@ -150,10 +150,16 @@ def make_plan(cfg: Config, world: int | None = None) -> Plan:
         worst_stage=max(stages, key=lambda s: s.total_bytes).index,
         formula=formula(cfg, grid),
         excluded="what the process holds besides tensors: its context, communication buffers, fragmentation",
-        links=links(grid, per_node, stages[0].ranks[0][0]),
+        links=links(grid, _nvlink_reach(cfg), stages[0].ranks[0][0]),
         estimate=_estimate(cfg, samples * t.seq_len),
         notes=[*notes_of(cfg, grid, stages, open_world), *memory_notes(original, world, stages), *_traps(cfg, grid)],
     )
+
+
+def _nvlink_reach(cfg: Config) -> int | None:
+    """Neighbouring ranks that reach one another over NVLink; None where the recipe doesn't say how many GPUs a node has."""
+    known, per_node = gpu_of(cfg.cluster), cfg.cluster.gpus_per_node
+    return per_node if known is None or per_node is None else known[0].nvlink_reach
 
 
 def _traps(cfg: Config, grid: Grid) -> list[str]:

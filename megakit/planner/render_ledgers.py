@@ -94,8 +94,8 @@ def _run(plan: Plan, e: Estimate) -> Table:
         f" {e.step.flops_per_s_per_gpu / 1e12:,.0f} TFLOP/s per GPU",
     )
     table.add_row("MFU", f"{e.step.mfu:.1%} (attention counted in full), {e.step.causal_mfu:.1%} (causal half)")
-    cost = "" if e.cost is None else f", cost {e.cost:,.0f}"
-    table.add_row("run", f"{days_text(e.days)} for {plan.tokens:,} tokens; {e.gpu_hours:,.0f} GPU-hours{cost}")
+    cost = "" if e.cost is None else f", cost {amount_text(e.cost)}"
+    table.add_row("run", f"{days_text(e.days)} for {plan.tokens:,} tokens; {amount_text(e.gpu_hours)} GPU-hours{cost}")
     table.add_row(
         "checkpoint",
         f"{e.checkpoint_bytes / GB:,.1f} GB, {e.save_s:,.0f} s at {STORAGE_GB_S_PER_NODE:g} GB/s per node; every"
@@ -106,7 +106,15 @@ def _run(plan: Plan, e: Estimate) -> Table:
 
 def days_text(days: float) -> str:
     """In the unit that suits."""
-    return f"{days:,.1f} days" if days >= 1 else f"{24 * days:.1f} hours" if days * 24 >= 1 else f"{1440 * days:.1f} minutes"
+    for unit, length in (("days", 1), ("hours", 24), ("minutes", 1440)):
+        if days * length >= 1:
+            return f"{days * length:,.1f} {unit}"
+    return f"{86400 * days:.1f} seconds"
+
+
+def amount_text(x: float) -> str:
+    """Whole; of small ones two digits."""
+    return f"{x:,.0f}" if x >= 10 else f"{x:.2g}"
 
 
 def explained(plan: Plan) -> RenderableType:

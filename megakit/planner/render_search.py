@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from megakit.planner.search import Search, shown
+from megakit.planner.search import Search
 from megakit.planner.widths import GIB
 
 COLUMNS = (
@@ -45,7 +45,7 @@ def render_search(found: Search) -> RenderableType:
     title = Text(f"\nGrids for {found.world:,} GPUs: the best of {found.tried:,} by the time model", style="bold")
     parts: list[RenderableType] = [title, table]
     if found.best:
-        parts.append(Text(f"The best: {shown(found.best[0].keys)}"))
+        parts.append(Text(f"The best: {found.best[0].overrides}"))
         parts.append(Text("Why not"))
         parts += [Text(f"  {reason}") for reason in found.reasons]
     return Group(*parts)

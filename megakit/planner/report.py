@@ -11,7 +11,7 @@ from markupsafe import Markup
 from megakit.planner.memory import RESERVED
 from megakit.planner.plan import Plan
 from megakit.planner.render_ledgers import by_axis, days_text, joined, parts_of
-from megakit.planner.search import Search, grid_text, shown
+from megakit.planner.search import Search, grid_text
 from megakit.planner.stage import StagePlan
 from megakit.planner.timeline import drawn_table, timeline
 from megakit.planner.widths import GIB
@@ -57,7 +57,6 @@ def page(plan: Plan, found: Search | None = None) -> str:
         messages=joined(plan.stages[plan.worst_stage].traffic),
         days=None if plan.estimate is None else days_text(plan.estimate.days),
         found=found,
-        shown=shown,
         grid_text=grid_text,
     )
 

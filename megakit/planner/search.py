@@ -12,9 +12,11 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 
 from megakit.config import rules
+from megakit.config.keys import show
 from megakit.config.schema import Config
 from megakit.config.typed import replace
 from megakit.errors import Refused
@@ -35,6 +37,11 @@ BEST = 10
 LONG = 8192
 """Tokens of a sequence from which on context parallelism is tried; each rank keeps at least a quarter of it."""
 MICRO_BATCHES = (1, 2, 4, 8)
+UNSET = {"parallel.layers_per_stage": None, "parallel.recompute_layers": None}
+"""What fits one grid only: no grid keeps it of the recipe."""
+SILENT = {"parallel.schedule": "1f1b", "parallel.virtual_stages": 1, "parallel.cp": 1, "parallel.zero_group": None,
+          "parallel.stage_balance": "layers", "parallel.zero3_reduce": "microbatch", **UNSET}  # fmt: skip
+"""The schema's defaults: not worth a word where the recipe has them too."""
 
 Keys = dict[str, Any]
 Progress = Callable[[int, int, str], None]
@@ -50,6 +57,8 @@ class Found:
     step: StepTime
     peak_bytes: int | None = None
     """Of the largest stage; None: not asked, since enough faster ones fit."""
+    overrides: str = ""
+    """The keys as they are added to the recipe's."""
 
     def value(self, key: str) -> Any:
         return self.keys[key]
@@ -82,7 +91,7 @@ def search(cfg: Config, gpu: Gpu, progress: Progress | None = None) -> Search:
         if len(best) == BEST:
             break
         if memory.fits(found):
-            best.append(dataclasses.replace(found, peak_bytes=memory.of(found)))
+            best.append(dataclasses.replace(found, peak_bytes=memory.of(found), overrides=shown(found.keys, cfg)))
             if progress:
                 progress(len(best), BEST, "checking memory")
     if not best:
@@ -91,8 +100,8 @@ def search(cfg: Config, gpu: Gpu, progress: Progress | None = None) -> Search:
             raise Refused(f"every grid of {world} GPUs is refused: {memory.refusals[0]}")
         least, found = min(sizes, key=lambda x: x[0])
         raise Refused(
-            f"no grid of {world} GPUs fits: the smallest needs {least / GIB:.0f} GiB of {gpu.memory_gib}, {shown(found.keys)}:"
-            " use more GPUs or a smaller model"
+            f"no grid of {world} GPUs fits: the smallest needs {least / GIB:.0f} GiB of {gpu.memory_gib},"
+            f" {shown(found.keys, cfg)}: use more GPUs or a smaller model"
         )
     return Search(world, gpu.memory_gib, len(timed), best, reasons(best[0], timed, memory, gpu.memory_gib))
 
@@ -137,7 +146,7 @@ def _rows(schedule: str, pp: int, chunks: int, count: int) -> tuple[tuple[Op, ..
 
 def _candidates(cfg: Config, gpu: Gpu, world: int) -> Iterator[tuple[Keys, Workload]]:
     """Keys and workload of each grid that divides."""
-    base = _base(cfg)
+    base, layers = _base(cfg), dict[tuple[int, int], tuple[int, ...]]()
     for tp, pp, cp in _grids(cfg, gpu, world):
         dp = world // (tp * pp * cp)
         vocab = tp * ShardSpec.padded_rows("", cfg.model.vocab_size, 1, 0, tp, cfg.model.make_vocab_size_divisible_by).numel
@@ -146,7 +155,8 @@ def _candidates(cfg: Config, gpu: Gpu, world: int) -> Iterator[tuple[Keys, Workl
             if rest or count < (pp if pp > 1 else 1) or (virtual > 1 and count % pp):
                 continue
             schedule = "interleaved_1f1b" if virtual > 1 else "1f1b"
-            stages = _stage_layers(cfg, pp, virtual, schedule)
+            if (pp, virtual) not in layers:
+                layers[pp, virtual] = _stage_layers(cfg, pp, virtual, schedule)
             for (zero, group), recompute in itertools.product(_sharding(gpu, dp, pp, cp, tp), ("none", "selective", "full")):
                 keys: Keys = {
                     "parallel.tp": tp,
@@ -160,6 +170,9 @@ def _candidates(cfg: Config, gpu: Gpu, world: int) -> Iterator[tuple[Keys, Workl
                     "parallel.zero_group": group,
                     "parallel.recompute": recompute,
                     "train.micro_batch_size": micro,
+                    "parallel.stage_balance": cfg.parallel.stage_balance if pp > 1 else "layers",
+                    "parallel.zero3_reduce": cfg.parallel.zero3_reduce if zero == 3 else "microbatch",
+                    **UNSET,
                 }
                 yield (
                     keys,
@@ -172,7 +185,7 @@ def _candidates(cfg: Config, gpu: Gpu, world: int) -> Iterator[tuple[Keys, Workl
                         vocab=vocab,
                         micro_batch_size=micro,
                         micro_batches=count,
-                        stage_layers=stages,
+                        stage_layers=layers[pp, virtual],
                         virtual_stages=virtual,
                         schedule=schedule,
                         zero=zero,
@@ -186,8 +199,7 @@ def _candidates(cfg: Config, gpu: Gpu, world: int) -> Iterator[tuple[Keys, Workl
 def _base(cfg: Config) -> Workload:
     """Of one rank: what no grid changes."""
     one = {f"parallel.{axis}": 1 for axis in ("tp", "pp", "cp", "dp", "virtual_stages")}
-    free = {"parallel.zero_group": None, "parallel.layers_per_stage": None, "parallel.recompute_layers": None}
-    return Workload.of(replace(cfg, {**one, **free, "parallel.schedule": "1f1b", "parallel.stage_balance": "even"}))
+    return Workload.of(replace(cfg, {**one, **UNSET, "parallel.zero_group": None, "parallel.schedule": "1f1b"}))
 
 
 def _grids(cfg: Config, gpu: Gpu, world: int) -> Iterator[tuple[int, int, int]]:
@@ -212,8 +224,7 @@ def _virtual(cfg: Config, pp: int) -> list[int]:
 
 def _stage_layers(cfg: Config, pp: int, virtual: int, schedule: str) -> tuple[int, ...]:
     change = {"parallel.pp": pp, "parallel.virtual_stages": virtual, "parallel.schedule": schedule}
-    even = {"parallel.layers_per_stage": None, "parallel.recompute_layers": None, "parallel.stage_balance": "even"}
-    return tuple(len(stage.layers) for stage in model_stages(replace(cfg, {**change, **even})))
+    return tuple(len(stage.layers) for stage in model_stages(replace(cfg, {**change, **UNSET})))
 
 
 def _sharding(gpu: Gpu, dp: int, pp: int, cp: int, tp: int) -> Iterator[tuple[int, int | None]]:
@@ -237,10 +248,9 @@ def reasons(best: Found, timed: list[Found], memory: _Memory, memory_gib: float)
         for value in sorted({f.value(key) for f in timed} - {best.value(key)}):
             of_value = _distinct([f for f in timed if f.value(key) == value])
             fitting = next((f for f in of_value if memory.fits(f)), None)
-            sizes = [size for f in of_value if (size := memory.of(f)) is not None]
             if fitting:
                 out.append(f"{key}={value}: {_why(best, fitting)}")
-            elif sizes:
+            elif sizes := [size for f in of_value if (size := memory.of(f)) is not None]:
                 least = f"{min(sizes) / GIB:.0f} GiB or more of {memory_gib}"
                 out.append(f"{key}={value}: the {len(of_value)} fastest don't fit, {least}")
             else:
@@ -271,13 +281,12 @@ def _more(a: StepTime, b: StepTime) -> dict[str, float]:
     return parts | {"pipeline bubble": b.bubble - a.bubble, "optimizer": b.optimizer - a.optimizer}
 
 
-def shown(keys: Keys) -> str:
-    """As overrides; those that are the schema's defaults are left out."""
-    silent = {"parallel.schedule": "1f1b", "parallel.virtual_stages": 1, "parallel.cp": 1, "parallel.zero_group": None}
+def shown(keys: Keys, cfg: Config) -> str:
+    """As overrides of this recipe; the schema's defaults are left out where the recipe has them too."""
     return " ".join(
-        f"{key}={str(value).lower() if isinstance(value, bool) else value}"
+        f"{key}={show(value)}"
         for key, value in keys.items()
-        if silent.get(key, ...) != value
+        if key not in SILENT or value != SILENT[key] or attrgetter(key)(cfg) != value
     )
 
 

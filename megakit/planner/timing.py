@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 
 from megakit.parallel.pipeline import generators, schedule
 from megakit.planner.hardware import Gpu
@@ -86,13 +85,8 @@ def _simulated(w: Workload, micro_batches: int, stages: tuple[StageTime, ...]) -
         s = stages[stage]
         return {"F": s.forward, "B": s.backward, "I": s.backward - s.weight_gradient, "W": s.weight_gradient}[kind]
 
-    table = _table(w.schedule, w.pp, micro_batches, w.virtual_stages)
+    table = generators.make(w.schedule, w.pp, micro_batches, w.virtual_stages)
     return max(done.end for done in schedule.simulate(table, cost))
-
-
-@lru_cache(maxsize=64)
-def _table(name: str, ranks: int, micro_batches: int, chunks: int) -> schedule.Schedule:
-    return generators.make(name, ranks, micro_batches, chunks)
 
 
 class _Step:

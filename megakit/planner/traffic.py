@@ -235,11 +235,11 @@ def by_operation(traffic: list[Traffic]) -> dict[tuple[str, str], tuple[int, int
     return out
 
 
-def links(grid: Grid, gpus_per_node: int | None, rank: int) -> dict[str, str]:
-    """The link that each group's messages take from this rank: nvlink where all its members share a node, else network; and
-    unknown where the size of a node is."""
+def links(grid: Grid, reach: int | None, rank: int) -> dict[str, str]:
+    """The link that each group's messages take from this rank: nvlink where all its members are among the
+    `reach` neighbours that share it (a node; of an NVL72 the rack), else network; and unknown where the size of a node is."""
     out = {}
     for group in ("tp", "cp", "pp", "embed", "dp_cp", "dp_shard", "dp_replicate", "world"):
-        nodes = {r // gpus_per_node for r in grid.members(rank, group)} if gpus_per_node else set()
-        out[group] = "unknown" if not gpus_per_node else "nvlink" if len(nodes) == 1 else "network"
+        nodes = {r // reach for r in grid.members(rank, group)} if reach else set()
+        out[group] = "unknown" if not reach else "nvlink" if len(nodes) == 1 else "network"
     return out

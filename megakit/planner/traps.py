@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator
 
 from megakit.config.schema import Config
@@ -27,34 +26,74 @@ def traps(cfg: Config, grid: Grid, gpu: Gpu) -> list[str]:
     """Of a resolved recipe on this GPU; [] is a good sign and no proof."""
     workload = Workload.of(cfg)
     step = estimate(workload, gpu)
-    return [*_pipeline(cfg, grid, workload, step), *_communication(grid, gpu, workload, step), *_recompute(workload, step, gpu),
-            *_shapes(cfg, grid, workload)]  # fmt: skip
+    return [
+        *_pipeline(cfg, grid, workload, step, gpu),
+        *_communication(grid, gpu, workload, step),
+        *_recompute(workload, step, gpu),
+        *_shapes(cfg, grid, workload),
+    ]
 
 
-def _pipeline(cfg: Config, grid: Grid, w: Workload, step: StepTime) -> Iterator[str]:
-    idle = step.bubble / step.seconds
-    if grid.pp == 1 or idle < IDLE or w.micro_batches < grid.pp:  # a starved pipeline has a note of its own
+def _pipeline(cfg: Config, grid: Grid, w: Workload, step: StepTime, gpu: Gpu) -> Iterator[str]:
+    if grid.pp == 1 or _idle(step) < IDLE or w.micro_batches < grid.pp:  # a starved pipeline has a note of its own
         return
-    size = w.micro_batch_size * grid.dp
-    # the bubble is as long whatever the number of micro-batches
-    enough = math.ceil(w.micro_batches * idle / (1 - idle) * (1 - IDLE) / IDLE / grid.pp) * grid.pp * size
-    cures = [f"train.global_batch_size >= {enough}", "fewer stages"]
-    fit = [v for v in range(2, w.layers // grid.pp + 1) if w.layers % (grid.pp * v) == 0]
-    if w.schedule == "1f1b" and fit and w.micro_batches % grid.pp == 0:
-        cures.insert(0, f"parallel.schedule=interleaved_1f1b parallel.virtual_stages={fit[0]}")
-    if w.micro_batch_size > 1:
-        cures.insert(0, f"train.micro_batch_size={w.micro_batch_size // 2}")
-    yield f"{w.micro_batches} micro-batches on {grid.pp} stages leave {idle:.0%} of the step idle: use {', or '.join(cures)}"
+    kinds = (_smaller_micro_batches(w), _other_schedules(cfg, w), _larger_batches(w))
+    tried = [next((cure for cure, changed in kind if _idle(estimate(changed, gpu)) < IDLE), None) for kind in kinds]
+    cures = ", or ".join([*filter(None, tried), "fewer stages"])
+    yield f"{w.micro_batches} micro-batches on {grid.pp} stages leave {_idle(step):.0%} of the step idle: use {cures}"
+
+
+def _idle(step: StepTime) -> float:
+    return step.bubble / step.seconds
+
+
+def _smaller_micro_batches(w: Workload) -> Iterator[tuple[str, Workload]]:
+    """Overrides that make a bubble smaller, and the workload with them, the least change first; so do the next two."""
+    size, count = w.micro_batch_size, w.micro_batches
+    while size % 2 == 0:
+        size, count = size // 2, count * 2
+        yield f"train.micro_batch_size={size}", dataclasses.replace(w, micro_batch_size=size, micro_batches=count)
+
+
+def _other_schedules(cfg: Config, w: Workload) -> Iterator[tuple[str, Workload]]:
+    p = cfg.parallel
+    if w.schedule not in ("1f1b", "zb_v") or p.layers_per_stage is not None or p.recompute_layers is not None:
+        return
+    if w.schedule == "zb_v" and w.layers % w.pp == 0:
+        layers = (w.layers // w.pp,) * w.pp
+        plain = dataclasses.replace(w, schedule="1f1b", virtual_stages=1, stage_layers=layers)
+        yield "parallel.schedule=1f1b parallel.virtual_stages=1", plain
+    if w.micro_batches % w.pp or cfg.train.rampup_batch_size is not None:
+        return
+    for chunks in range(2, w.layers // w.pp + 1):
+        if w.layers % (w.pp * chunks) == 0:
+            layers = (w.layers // (w.pp * chunks),) * (w.pp * chunks)
+            cut = dataclasses.replace(w, schedule="interleaved_1f1b", virtual_stages=chunks, stage_layers=layers)
+            yield f"parallel.schedule=interleaved_1f1b parallel.virtual_stages={chunks}", cut
+
+
+def _larger_batches(w: Workload) -> Iterator[tuple[str, Workload]]:
+    """Whole blocks of pp micro-batches more, up to 16 times as many; the waits of zb_v's table grow with them: none."""
+    if w.schedule == "zb_v":
+        return
+    for count in range((w.micro_batches // w.pp + 1) * w.pp, 16 * w.micro_batches, w.pp):
+        size = count * w.micro_batch_size * w.dp
+        yield f"train.global_batch_size >= {size}", dataclasses.replace(w, micro_batches=count)
 
 
 def _communication(grid: Grid, gpu: Gpu, w: Workload, step: StepTime) -> Iterator[str]:
     share = {axis: seconds / step.seconds for axis, seconds in step.exposed.items()}
-    if grid.tp > gpu.gpus_per_node:
+    if grid.tp > gpu.nvlink_reach:
         yield f"parallel.tp = {grid.tp} crosses nodes of {gpu.gpus_per_node} GPUs: its traffic takes the network"
     if share.get("tp", 0.0) > EXPOSED:
         yield (
             f"tensor parallel communication is {share['tp']:.0%} of the step: a smaller parallel.tp with more parallel.pp, or"
             " ZeRO over dp, may be faster; --search compares them"
+        )
+    if share.get("cp", 0.0) > EXPOSED:
+        yield (
+            f"context parallel communication is {share['cp']:.0%} of the step: a smaller parallel.cp, whose ranks share a node,"
+            " may be faster; --search compares them"
         )
     replicas = grid.size("dp_shard")
     if share.get("dp", 0.0) > EXPOSED:

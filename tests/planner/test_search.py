@@ -13,7 +13,7 @@ from megakit.errors import Refused
 from megakit.planner.hardware import find
 from megakit.planner.memory import RESERVED
 from megakit.planner.plan import make_plan
-from megakit.planner.search import BEST, search, shown
+from megakit.planner.search import BEST, search
 from megakit.planner.timing import estimate
 from megakit.planner.widths import GIB
 from megakit.planner.workload import Workload
@@ -40,7 +40,29 @@ def test_each_grid_is_a_plan_with_the_same_time_and_bytes(recipe, found):
         assert plan.world == 16 and plan.stages[plan.worst_stage].total_bytes == pytest.approx(f.peak_bytes, rel=0.02)
         assert f.peak_bytes <= H100.memory_gib * GIB * (1 - RESERVED)
         assert estimate(Workload.of(rules.resolve(cfg, 16)), H100) == f.step
-        assert compose(["+recipe=llama7b", "cluster.nodes=2", "train.global_batch_size=64", *shown(f.keys).split()]).parallel.tp
+        assert compose(["+recipe=llama7b", "cluster.nodes=2", "train.global_batch_size=64", *f.overrides.split()]).parallel.tp
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ["parallel.pp=2", "parallel.layers_per_stage=[15,17]"],
+        ["parallel.recompute=full", "parallel.recompute_layers=4"],
+        ["parallel.zero=3", "parallel.zero_group=8"],
+        ["parallel.zero=3", "parallel.zero3_reduce=step"],
+        ["parallel.pp=4", "parallel.schedule=zb_v", "parallel.virtual_stages=2"],
+        ["parallel.pp=2", "parallel.stage_balance=cost"],
+    ],
+    ids=" ".join,
+)
+def test_overrides_undo_what_the_recipe_sets_for_its_own_grid(keys):
+    args = ["+recipe=llama7b", "cluster.nodes=2", "train.global_batch_size=64", *keys]
+    found = search(compose(args), H100)
+    assert len(found.best) == BEST and not any("refused" in reason for reason in found.reasons)
+    for f in found.best:
+        plan = make_plan(compose([*args, *f.overrides.split()]))
+        assert plan.estimate is not None and plan.estimate.step == f.step
+        assert plan.stages[plan.worst_stage].total_bytes == pytest.approx(f.peak_bytes, rel=0.02)
 
 
 def test_the_best_are_in_order_and_faster_than_the_recipe(recipe, found):

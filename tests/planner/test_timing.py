@@ -230,3 +230,11 @@ def test_a_recipes_layout_is_the_workloads():
     assert (w.tp, w.pp, w.cp, w.dp, w.world) == (4, 4, 2, 4, 128)
     assert w.sequence_parallel and w.stage_layers == (20,) * 4 and w.zero_group == 8
     assert not seventy("parallel.sequence_parallel=false").sequence_parallel
+
+
+def test_no_part_of_a_step_is_faster_in_fp32_than_the_fp32_peak_allows():
+    w = seventy()
+    half, full = timing.estimate(w, H100), timing.estimate(replace(w, precision="fp32"), H100)
+    slower = H100.bf16_tflops / H100.fp32_tflops
+    assert full.attention == pytest.approx(slower * half.attention, rel=0.05)  # and launches
+    assert full.causal_mfu < H100.fitted.gemm

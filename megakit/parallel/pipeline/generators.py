@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from megakit.config.rules import nearest_multiples
 from megakit.errors import Refused
 from megakit.parallel.pipeline.schedule import Op, Placement, Schedule, simulate
@@ -30,6 +32,7 @@ def placement(name: str, ranks: int, chunks: int) -> Placement:
     return Placement(ranks, chunks, v_shape=name == "zb_v")
 
 
+@lru_cache(maxsize=8)  # of zb_v each takes a tenth of a second and more
 def make(name: str, ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
     """The table of that name. Raises Refused where it can't have that many chunks or micro-batches, with the nearest it can."""
     placement(name, ranks, chunks)
