@@ -58,4 +58,10 @@ def test_a_recipes_own_numbers_win(key):
     given = ClusterConfig(name="h100")
     setattr(given, key, 7)
     gpu = find("h100").of_cluster(given)
-    assert gpu == dataclasses.replace(find("h100"), **{SAME[key]: 7})
+    follows = {"nvlink_domain": 7} if key == "gpus_per_node" else {}
+    assert gpu == dataclasses.replace(find("h100"), **{SAME[key]: 7}, **follows)
+
+
+def test_nvlink_ends_with_the_node_unless_a_rack_is_wired_as_one():
+    four = ClusterConfig(name="h100", gpus_per_node=4)
+    assert find("h100").of_cluster(four).nvlink_reach == 4 and find("gb200").of_cluster(four).nvlink_reach == 72
