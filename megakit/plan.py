@@ -55,11 +55,14 @@ def run(argv: list[str]) -> int:
     from megakit.config.compose import compose
     from megakit.planner.plan import make_plan, to_json
 
-    cfg = compose(args.overrides, args.config_dir, args.config_file)
+    found = None
+    if "--search" in args.values:
+        cfg, found = _searched(compose(args.overrides, args.config_dir, args.config_file, checked=False))
+    else:
+        cfg = compose(args.overrides, args.config_dir, args.config_file)
     if "--calibrate" in args.values:
         return _calibrate(cfg)
     plan = make_plan(cfg)
-    found = _search(cfg) if "--search" in args.values else None
     if target := args.values.get("--report"):
         from megakit.planner.report import page
 
@@ -87,6 +90,22 @@ def _check(args: Arguments) -> None:
 
 def _both(plan: Plan, found: Search) -> str:
     return json.dumps(dataclasses.asdict(plan) | {"search": dataclasses.asdict(found)}, indent=1) + "\n"
+
+
+def _searched(cfg: Config) -> tuple[Config, Search]:
+    """The recipe and the best grids for it; where its own grid is refused, the recipe with the best one."""
+    from megakit.config import rules
+    from megakit.config.typed import replace
+    from megakit.planner.plan import make_plan
+
+    found = _search(cfg)
+    try:
+        rules.check(cfg)
+        make_plan(cfg)
+    except Refused as why:
+        print(f"megakit: the recipe's own grid is refused, the plan is that of the best one: {why}", file=sys.stderr)
+        cfg = replace(cfg, found.best[0].keys)
+    return cfg, found
 
 
 def _search(cfg: Config) -> Search:

@@ -99,3 +99,21 @@ def test_a_short_run_takes_seconds(capsys):
     assert plan.main(["+recipe=demo", "cluster=h100"]) == 0
     text = capsys.readouterr().out
     assert " seconds for 614,400 tokens; 0.00" in text
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [(["cluster.nodes=3"], "train.global_batch_size"), (["cluster.nodes=2", "parallel.pp=3"], "cluster.nodes = 2")],
+)
+def test_a_search_also_helps_where_the_recipes_own_grid_is_refused(keys: list[str], says: str, capsys):
+    assert plan.main(["+recipe=llama7b", *keys]) == 2
+    capsys.readouterr()
+    assert plan.main(["+recipe=llama7b", *keys, "--search"]) == 0
+    out, err = capsys.readouterr()
+    assert "the recipe's own grid is refused" in err and says in err and err.count("\n") == 1
+    assert "Grids for" in out and "Plan of llama7b" in out
+
+
+def test_a_recipe_that_no_grid_can_run_is_refused_by_its_fault(capsys):
+    assert plan.main(["+recipe=llama7b", "model.hidden_size=4097", "--search"]) == 2
+    assert "model.hidden_size = 4097" in capsys.readouterr().err

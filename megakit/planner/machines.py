@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megakit.config.schema import ClusterConfig
+from megakit.errors import Refused
 from megakit.planner.hardware import Fitted, Gpu, catalogue
 from megakit.planner.kernels import HALF_SPEED, STREAM
 
@@ -25,6 +27,8 @@ def folder(env: Mapping[str, str] = os.environ) -> Path:
 def store(cluster: ClusterConfig, measured: Mapping[str, Any]) -> tuple[Path, Gpu]:
     """Write what train/calibrate.py measured as the GPU of this cluster -> the file, and the GPU."""
     gpu = as_gpu(cluster, measured)
+    if not _names_a_file(cluster.name):
+        raise Refused(f"cluster.name = {cluster.name} can't name a file: use letters, digits, - and _")
     path = folder() / f"{cluster.name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_suffix(".tmp")
@@ -46,12 +50,18 @@ def gpu_of(cluster: ClusterConfig) -> tuple[Gpu, str] | None:
 
 def _measured(name: str) -> tuple[Gpu, str] | None:
     path = folder() / f"{name}.json"
+    if not _names_a_file(name):
+        return None
     try:
         data = json.loads(path.read_text())
         gpu = Gpu(**{**data["gpu"], "fitted": Fitted(**data["gpu"]["fitted"])})
     except (OSError, ValueError, KeyError, TypeError):  # not there, or of another version: the shipped figures serve
         return None
     return gpu, f"measured on {data['measured']['host']}, {data['measured']['date']}"
+
+
+def _names_a_file(name: str) -> bool:
+    return re.fullmatch(r"\w[\w.-]*", name) is not None
 
 
 def as_gpu(cluster: ClusterConfig, measured: Mapping[str, Any]) -> Gpu:

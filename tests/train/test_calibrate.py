@@ -9,6 +9,7 @@ import torch
 
 from megakit import plan
 from megakit.config.schema import ClusterConfig
+from megakit.errors import Refused
 from megakit.planner.hardware import catalogue
 from megakit.planner.kernels import HALF_SPEED
 from megakit.planner.machines import folder, gpu_of, store
@@ -64,3 +65,10 @@ def test_the_command_measures_and_later_plans_use_it(monkeypatch, capsys):
     assert plan.main(["+recipe=demo"]) == 0
     text = capsys.readouterr().out
     assert "measured on node7, 2026-11-30" in text and "tokens/s per GPU" in text
+
+
+@pytest.mark.parametrize("name", ["../../x", "a/b", ".hidden", ""])
+def test_a_name_cannot_leave_the_folder(name: str):
+    with pytest.raises(Refused, match="can't name a file"):
+        store(ClusterConfig(name=name), dataclasses.asdict(H100))
+    assert gpu_of(ClusterConfig(name=name)) is None
