@@ -7,19 +7,27 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from megakit.planner.search import Search
+from megakit.planner.search import Found, Search
 from megakit.planner.widths import GIB
 
 COLUMNS = (
     ("tp", "parallel.tp"),
     ("pp", "parallel.pp"),
-    ("chunks", "parallel.virtual_stages"),
+    ("pipeline", "parallel.schedule"),
     ("cp", "parallel.cp"),
     ("dp", "parallel.dp"),
     ("zero", "parallel.zero"),
     ("micro", "train.micro_batch_size"),
     ("recompute", "parallel.recompute"),
 )
+
+
+def _pipeline(found: Found) -> str:
+    """1f1b, 1f1b x 5 (chunks) or zb_h1; nothing without a pipeline."""
+    if found.value("parallel.pp") == 1:
+        return ""
+    chunks = found.value("parallel.virtual_stages")
+    return f"1f1b x {chunks}" if chunks > 1 else str(found.value("parallel.schedule"))
 
 
 def render_search(found: Search) -> RenderableType:
@@ -32,6 +40,7 @@ def render_search(found: Search) -> RenderableType:
     for i, f in enumerate(found.best):
         group = f.keys["parallel.zero_group"]
         cells = [str(f.value(key)) for _, key in COLUMNS]
+        cells[2] = _pipeline(f)
         cells[5] += f"/{group}" if group else ""
         table.add_row(
             *cells,

@@ -13,7 +13,7 @@ from megakit.errors import Refused
 from megakit.planner.hardware import find
 from megakit.planner.memory import RESERVED
 from megakit.planner.plan import make_plan
-from megakit.planner.search import BEST, search
+from megakit.planner.search import BEST, Found, _candidates, search
 from megakit.planner.timing import estimate
 from megakit.planner.widths import GIB
 from megakit.planner.workload import Workload
@@ -105,3 +105,12 @@ def test_long_sequences_are_cut_over_context_parallel_ranks():
     cfg = compose(["+recipe=llama7b", "cluster.nodes=2", "train.seq_len=32768", "train.global_batch_size=16",
                    "model.rope_scaling=linear", "model.rope_factor=8"])  # fmt: skip
     assert {f.value("parallel.cp") for f in search(cfg, H100).best} - {1}
+
+
+def test_zero_bubble_schedules_are_tried_where_there_is_no_room_for_chunks():
+    """On as many stages as layers nothing can be interleaved."""
+    cfg = compose(["+recipe=gpt2_124m", "cluster.nodes=12", "train.global_batch_size=96", "train.micro_batch_size=1"])
+    deep = [f for f in (Found(k, estimate(w, H100)) for k, w in _candidates(cfg, H100, 96)) if f.value("parallel.pp") == 12]
+    assert {f.value("parallel.schedule") for f in deep} == {"1f1b", "zb_h1"}
+    assert min(deep, key=lambda f: f.step.seconds).value("parallel.schedule") == "zb_h1"
+    assert not any(f.value("parallel.recompute") == "full" for f in deep if f.value("parallel.schedule") == "zb_h1")
