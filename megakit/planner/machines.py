@@ -40,10 +40,10 @@ def store(cluster: ClusterConfig, measured: Mapping[str, Any]) -> tuple[Path, Gp
 def gpu_of(cluster: ClusterConfig) -> tuple[Gpu, str] | None:
     """The GPU of a recipe's cluster, and where its speed comes from; None where it isn't known.
 
-    Measured on this machine, else as shipped with the numbers that the recipe gives.
+    Measured on this machine, else as shipped; with the numbers that the recipe gives.
     """
     if (here := _measured(cluster.name)) is not None:
-        return here
+        return here[0].of_cluster(cluster), here[1]
     gpu = catalogue().get(cluster.name)
     return None if gpu is None else (gpu.of_cluster(cluster), "shipped constants")
 

@@ -36,7 +36,10 @@ def _beyond_context(m: ModelConfig, seq_len: int) -> str:
     known = f"model.max_position_embeddings = {m.max_position_embeddings}"
     if m.rope_scaling in ("linear", "yarn"):
         known += f", model.rope_scaling = {m.rope_scaling} by {m.rope_factor:g}: {context_length(m)} positions"
-    return f"train.seq_len = {seq_len} is beyond the model's context, {known}"
+    cure = f"use train.seq_len={context_length(m)}"
+    if m.position_embedding == "rope":
+        cure += ", or stretch it with model.rope_scaling and model.rope_factor"
+    return f"train.seq_len = {seq_len} is beyond the model's context, {known}: {cure}"
 
 
 def notes_of(cfg: Config, grid: Grid, stages: list[StagePlan], open_world: bool) -> list[str]:

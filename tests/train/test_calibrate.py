@@ -52,6 +52,12 @@ def test_a_gpu_that_is_not_known_gets_its_peaks_from_what_it_reached():
     assert gpu.fitted.gemm * gpu.bf16_tflops == pytest.approx(700) and gpu.memory_gib == 79.1 and gpu.title == "H100"
 
 
+def test_what_the_recipe_gives_wins_over_what_was_measured():
+    store(ClusterConfig(name="h100"), dataclasses.asdict(H100))
+    gpu, _ = gpu_of(ClusterConfig(name="h100", network_gb_s=25.0, gpus_per_node=4))
+    assert (gpu.network_gb_s, gpu.gpus_per_node) == (25.0, 4) and gpu.fitted.gemm == 700 / 989
+
+
 def test_a_damaged_file_is_not_used():
     path, _ = store(ClusterConfig(name="h100"), dataclasses.asdict(H100))
     path.write_text('{"gpu": {')
