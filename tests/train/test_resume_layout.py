@@ -125,7 +125,7 @@ def test_context_parallel_to_none_and_back(pools, tmp_path):
     assert curve == before[2:], "the same layout goes on to the bit"
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_the_whole_grid_to_one_process_and_to_another_grid(pools, tmp_path, precision):
     def cfg(tp, pp, dp, zero, **more):
         keys = {"tp": tp, "pp": pp, "dp": dp, "zero": zero, **more}

@@ -78,8 +78,15 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+def cells():
+    """Every layout with both families; the tests take the families in turn, the slow ones have the rest."""
+    for at, layout in enumerate(LAYOUTS):
+        families = ("llama", "gpt2") if at % 2 else ("gpt2", "llama")
+        yield pytest.param(families[0], layout)
+        yield pytest.param(families[1], layout, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("family", "layout"), list(cells()))
 def test_the_engine_is_clean(family, layout):
     cfg = small(family, **LAYOUTS[layout])
     for rank in ranks(cfg):
@@ -92,7 +99,8 @@ def test_every_autograd_function_has_a_rule():
     functions, left = set(), [torch.autograd.Function]
     while left:
         left += (found := left.pop().__subclasses__())
-        functions |= {f for f in found if f.__module__.startswith("megakit.")}
+        # stand-ins of megakit.verify compute bytes, nothing of a step
+        functions |= {f for f in found if f.__module__.startswith("megakit.") and not f.__module__.startswith("megakit.verify.")}
     assert functions and not functions - set(RULES)
 
 
