@@ -24,11 +24,7 @@ def timeline(table: Schedule, stages: Sequence[StageTime] | None) -> str:
     """One row per rank; an operation's width is its time, by the time model or, without it, in forward passes."""
 
     def cost(kind: str, stage: int) -> float:
-        if stages is None:
-            return schedule.COST[kind]
-        s = stages[stage]
-        whole = {"F": s.forward, "B": s.backward, "W": s.weight_gradient}
-        return whole[kind] if kind in whole else s.backward - s.weight_gradient
+        return schedule.COST[kind] if stages is None else stages[stage].of(kind)
 
     done = schedule.simulate(table, cost)
     end = max(d.end for d in done)

@@ -37,6 +37,12 @@ class StageTime:
     weight_gradient: float
     """Of the backward pass, what the zero-bubble schedules may put off."""
 
+    def of(self, kind: str) -> float:
+        """Seconds of an operation of the schedule's table."""
+        if kind == "I":
+            return self.backward - self.weight_gradient
+        return {"F": self.forward, "B": self.backward, "W": self.weight_gradient}[kind]
+
 
 @dataclass(frozen=True)
 class StepTime:
@@ -81,12 +87,8 @@ def simulated(w: Workload, gpu: Gpu) -> float:
 
 
 def _simulated(w: Workload, micro_batches: int, stages: tuple[StageTime, ...]) -> float:
-    def cost(kind: str, stage: int) -> float:
-        s = stages[stage]
-        return {"F": s.forward, "B": s.backward, "I": s.backward - s.weight_gradient, "W": s.weight_gradient}[kind]
-
     table = generators.make(w.schedule, w.pp, micro_batches, w.virtual_stages)
-    return max(done.end for done in schedule.simulate(table, cost))
+    return max(done.end for done in schedule.simulate(table, lambda kind, stage: stages[stage].of(kind)))
 
 
 class _Step:
