@@ -172,6 +172,11 @@ def stage_params(cfg: Config, stage: StageLayout, tp: int, tp_rank: int) -> dict
     return out
 
 
+def padded_vocabulary(model: ModelConfig, tp: int) -> int:
+    """Rows of the embedding and of the head over all `tp` ranks, which hold equally many: the vocabulary and its padding."""
+    return tp * ShardSpec.padded_rows("", model.vocab_size, 1, 0, tp, model.make_vocab_size_divisible_by).numel
+
+
 def units(params: dict[str, ParamSpec]) -> list[list[ParamSpec]]:
     """The parameters of a stage as ZeRO 3 gathers them: those in no layer first, then each layer's."""
     out: dict[str, list[ParamSpec]] = {"": []}

@@ -16,6 +16,8 @@ from megakit.errors import Refused
 if TYPE_CHECKING:
     import torch
 
+    from megakit.config.schema import ParallelConfig
+
 AXES = ("dp", "pp", "cp", "tp")
 """Outermost first: neighbouring ranks differ in tp."""
 
@@ -44,6 +46,11 @@ class Grid:
                 raise Refused(f"parallel.{axis} = {getattr(self, axis)} must be at least 1")
         if self.zero_group is not None and (self.zero_group < 1 or self.dp * self.cp % self.zero_group):
             raise Refused(f"parallel.zero_group = {self.zero_group} does not divide dp x cp = {self.dp * self.cp}: use a divisor")
+
+    @classmethod
+    def of(cls, parallel: ParallelConfig) -> Grid:
+        """That of a resolved recipe (rules.resolve); where parallel.dp is null, one replica."""
+        return cls(parallel.dp or 1, parallel.pp, parallel.cp, parallel.tp, parallel.zero_group)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

@@ -17,9 +17,8 @@ from dataclasses import dataclass, replace
 
 from megakit.config.schema import Config
 from megakit.modeling.balance import head_dim
-from megakit.modeling.layout import StageLayout, recomputed_layers
+from megakit.modeling.layout import StageLayout, padded_vocabulary, recomputed_layers
 from megakit.parallel.pipeline.schedule import Op
-from megakit.parallel.shard import ShardSpec
 from megakit.planner.widths import WEIGHT_BYTES
 
 
@@ -92,7 +91,7 @@ class _Sizes:
         self.s = self.S // tp if cfg.parallel.sequence_parallel else self.S
         self.N, self.G, self.D = m.num_attention_heads // tp, m.num_query_groups // tp, head_dim(m)
         self.F = m.ffn_hidden_size // tp
-        self.V = ShardSpec.padded_rows("", m.vocab_size, 1, 0, tp, m.make_vocab_size_divisible_by).numel
+        self.V = padded_vocabulary(m, tp) // tp
 
     def stage(self, layout: StageLayout) -> Iterator[Kept]:
         layers = len(layout.layers)

@@ -56,8 +56,7 @@ class Peak:
 
 def peaks(cfg: Config, operators: Operators = MEGAKIT) -> list[Peak]:
     """One for each place on the pp axis, of a resolved recipe."""
-    p = cfg.parallel
-    grid = Grid(p.dp or 1, p.pp, p.cp, p.tp, p.zero_group)
+    grid = Grid.of(cfg.parallel)
     return [stage_peak(cfg, grid, rank, row, operators) for rank, row in enumerate(make_table(cfg, grid).rows)]
 
 

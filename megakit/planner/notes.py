@@ -95,8 +95,7 @@ def memory_notes(cfg: Config, world: int | None, stages: list[StagePlan]) -> lis
 
     def measure(changed: Config) -> tuple[int, int]:
         there = rules.resolve(changed, rules.planned_world(changed) if world is None else world)
-        p = there.parallel
-        grid = Grid(p.dp or 1, p.pp, p.cp, p.tp, p.zero_group)
+        grid = Grid.of(there.parallel)
         largest = max(stage_plans(there, grid, make_table(there, grid)), key=lambda s: s.total_bytes)
         return largest.state_bytes, largest.total_bytes - largest.state_bytes
 

@@ -108,7 +108,7 @@ def make_plan(cfg: Config, world: int | None = None) -> Plan:
     cfg = rules.resolve(cfg, asked)
     check_patterns(cfg.optim, model_params(cfg).values())
     p, t, steps = cfg.parallel, cfg.train, rules.total_steps(cfg)
-    grid = Grid(p.dp or 1, p.pp, p.cp, p.tp, p.zero_group)
+    grid = Grid.of(p)
     table = make_table(cfg, grid)
     schedule.check(table)
     sizes = batch_sizes(BatchSize.of(t), steps)

@@ -20,11 +20,10 @@ from megakit.config.keys import show
 from megakit.config.schema import Config
 from megakit.config.typed import replace
 from megakit.errors import Refused
-from megakit.modeling.layout import model_stages
+from megakit.modeling.layout import model_stages, padded_vocabulary
 from megakit.parallel.grid import Grid
 from megakit.parallel.pipeline import generators
 from megakit.parallel.pipeline.schedule import Op
-from megakit.parallel.shard import ShardSpec
 from megakit.planner.hardware import Gpu
 from megakit.planner.memory import RESERVED, stage_peak
 from megakit.planner.states import micro_batches
@@ -133,7 +132,7 @@ class _Memory:
         changed = replace(self.cfg, keys)
         rules.check(changed)
         changed = rules.resolve(changed, self.world)
-        grid = grid_of(keys)
+        grid = Grid.of(changed.parallel)
         rows = _rows(keys["parallel.schedule"], grid.pp, keys["parallel.virtual_stages"], micro_batches(changed, grid))
         return max(stage_peak(changed, grid, rank, rows[rank]).total for rank in {0, grid.pp - 1})
 
@@ -149,7 +148,7 @@ def _candidates(cfg: Config, gpu: Gpu, world: int) -> Iterator[tuple[Keys, Workl
     base, layers = _base(cfg), dict[tuple[int, int], tuple[int, ...]]()
     for tp, pp, cp in _grids(cfg, gpu, world):
         dp = world // (tp * pp * cp)
-        vocab = tp * ShardSpec.padded_rows("", cfg.model.vocab_size, 1, 0, tp, cfg.model.make_vocab_size_divisible_by).numel
+        vocab = padded_vocabulary(cfg.model, tp)
         for micro, virtual in itertools.product(MICRO_BATCHES, _virtual(cfg, pp)):
             count, rest = divmod(cfg.train.global_batch_size, micro * dp)
             if rest or count < (pp if pp > 1 else 1) or (virtual > 1 and count % pp):
@@ -310,8 +309,3 @@ def grid_text(keys: Keys) -> str:
         f" zero {keys['parallel.zero']}{group}, micro-batch {keys['train.micro_batch_size']},"
         f" recompute {keys['parallel.recompute']}"
     )
-
-
-def grid_of(keys: Keys) -> Grid:
-    """The grid that the keys make."""
-    return Grid(keys["parallel.dp"], keys["parallel.pp"], keys["parallel.cp"], keys["parallel.tp"], keys["parallel.zero_group"])

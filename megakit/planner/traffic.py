@@ -18,6 +18,7 @@ from megakit.parallel.grid import Grid
 from megakit.parallel.pipeline import generators
 from megakit.parallel.pipeline.schedule import Op
 from megakit.planner.dealt import muon_messages
+from megakit.planner.states import micro_batches
 from megakit.planner.widths import GRADIENT_BYTES, WEIGHT_BYTES
 
 AXES = ("tp", "cp", "pp", "dp", "world")
@@ -85,7 +86,7 @@ class _Step:
         p, t = cfg.parallel, cfg.train
         self.layouts = rank_stages(cfg, pp)
         self.chunks = [stage_params(cfg, layout, grid.tp, 0) for layout in self.layouts]
-        self.microbatches = t.global_batch_size // (t.micro_batch_size * grid.dp)
+        self.microbatches = micro_batches(cfg, grid)
         self.width = WEIGHT_BYTES[t.precision]
         self.sequence_parallel = p.sequence_parallel and grid.tp > 1
         self.tokens = t.seq_len // grid.cp * t.micro_batch_size

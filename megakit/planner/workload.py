@@ -10,10 +10,9 @@ from functools import lru_cache
 
 from megakit.config.schema import Config, ModelConfig
 from megakit.modeling.balance import head_dim
-from megakit.modeling.layout import model_stages
+from megakit.modeling.layout import model_stages, padded_vocabulary
 from megakit.observe.flops import flops_per_token
 from megakit.parallel.grid import Grid
-from megakit.parallel.shard import ShardSpec
 
 BYTES = {"bf16": 2, "fp16": 2, "fp8": 2, "fp32": 4}
 """Of an activation and of a weight as it is gathered; fp8 is used inside of matrix products only."""
@@ -114,7 +113,7 @@ class Workload:
     def of(cls, cfg: Config, stack: Stack = MEGAKIT) -> Workload:
         """Of a resolved recipe (rules.resolve). Raises Refused where its layers don't fit the stages."""
         p, t = cfg.parallel, cfg.train
-        grid = Grid(p.dp or 1, p.pp, p.cp, p.tp, p.zero_group)
+        grid = Grid.of(p)
         return cls.of_model(
             cfg.model,
             seq=t.seq_len,
@@ -155,7 +154,7 @@ class Workload:
             bias=m.add_bias_linear,
             learned=m.max_position_embeddings if m.position_embedding == "learned" else 0,
             tied=m.tie_embeddings,
-            vocab=tp * ShardSpec.padded_rows("", m.vocab_size, 1, 0, tp, m.make_vocab_size_divisible_by).numel,
+            vocab=padded_vocabulary(m, tp),
             seq=seq,
             tp=tp,
             flops_per_token=full,

@@ -33,9 +33,8 @@ def run(cfg: Config, ranks: Ranks) -> int:
     device, timeout = process_group.init(cfg, ranks)
     ok = False
     try:
-        p = cfg.parallel
-        assert p.dp is not None, "resolve the config before"
-        state = ParallelState(Grid(dp=p.dp, pp=p.pp, cp=p.cp, tp=p.tp, zero_group=p.zero_group), device, timeout)
+        assert cfg.parallel.dp is not None, "resolve the config before"
+        state = ParallelState(Grid.of(cfg.parallel), device, timeout)
         _run(cfg, ranks, state, Comm(state))
         ok = True
     finally:

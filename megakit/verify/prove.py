@@ -24,6 +24,7 @@ from megakit.errors import Refused, Stop
 from megakit.parallel.grid import Grid
 from megakit.planner.notes import counted
 from megakit.planner.plan import Plan, make_plan
+from megakit.planner.states import micro_batches
 from megakit.verify import sample
 from megakit.verify.job import Job, ranks_text
 from megakit.verify.match import mismatches
@@ -111,8 +112,7 @@ def prove(
     if types and importlib.util.find_spec("spmd_types") is None:
         raise Refused("the check of gradients by types needs spmd-types: pip install spmd-types==0.3.1")
     cfg = rules.resolve(cfg, rules.planned_world(cfg) if world is None else world)
-    p = cfg.parallel
-    grid = Grid(p.dp or 1, p.pp, p.cp, p.tp, p.zero_group)
+    grid = Grid.of(cfg.parallel)
     stepped: dict[int, Stepped] = {}
     typed: dict[int, list[str]] = {}
     used: list[float] = []
@@ -150,7 +150,7 @@ def prove(
     return Proof(
         world=grid.world,
         grid={"dp": grid.dp, "pp": grid.pp, "cp": grid.cp, "tp": grid.tp},
-        micro_batches=cfg.train.global_batch_size // cfg.train.micro_batch_size // grid.dp,
+        micro_batches=micro_batches(cfg, grid),
         ranks_stepped=sorted(stepped),
         programs=len(job.programs),
         events=sum(len(job.program(rank).codes) for rank in range(grid.world)),

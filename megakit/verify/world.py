@@ -54,8 +54,7 @@ def fake_rank(
     """
     if dist.is_initialized():
         raise RuntimeError("a fake world needs a process of its own: a process group is already initialised in this one")
-    p = cfg.parallel
-    grid = Grid(dp=p.dp or 1, pp=p.pp, cp=p.cp, tp=p.tp, zero_group=p.zero_group)
+    grid = Grid.of(cfg.parallel)
     dist.init_process_group("fake", rank=rank, world_size=grid.world, store=FakeStore())
     try:
         with warnings.catch_warnings():

@@ -9,7 +9,7 @@ import pytest
 
 from megakit.errors import Refused
 from megakit.modeling.balance import balanced, head_cost, layer_cost
-from megakit.modeling.layout import model_stages, parameter_count, rank_stages, split_layers, stage_params
+from megakit.modeling.layout import model_stages, padded_vocabulary, parameter_count, rank_stages, split_layers, stage_params
 from tests.tiny import tiny
 
 
@@ -166,3 +166,11 @@ def test_published_parameter_counts():
         "max_position_embeddings": 1024,
     }
     assert parameter_count(tiny("gpt2", **{f"model__{k}": v for k, v in gpt2.items()})) == 124_439_808
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_the_padded_vocabulary_is_what_all_ranks_hold_of_the_head(tp):
+    cfg = tiny()
+    (stage,) = split_layers(cfg.model.num_layers, 1)
+    held = [stage_params(cfg, stage, tp, rank)["output.weight"].shard for rank in range(tp)]
+    assert padded_vocabulary(cfg.model, tp) == sum(shard.local[0] for shard in held) >= cfg.model.vocab_size

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megakit.config.schema import ParallelConfig
 from megakit.errors import Refused
 from megakit.parallel.grid import AXES, Grid, ParallelState
 
@@ -34,6 +35,13 @@ def test_bad_sizes_are_refused():
         Grid(tp=0)
     with pytest.raises(ValueError, match="rank 8"):
         Grid(tp=2).coords(8)
+
+
+def test_a_grid_of_a_recipe_has_one_replica_where_it_does_not_say_how_many():
+    parallel = ParallelConfig(tp=2, pp=3, cp=4)
+    assert Grid.of(parallel) == Grid(dp=1, pp=3, cp=4, tp=2)
+    parallel.dp, parallel.zero_group = 5, 10
+    assert Grid.of(parallel) == Grid(dp=5, pp=3, cp=4, tp=2, zero_group=10)
 
 
 def groups(grid):

@@ -263,8 +263,7 @@ def held(cfg: Config) -> tuple[int, int, int, int]:
     from megakit.parallel.grid import Grid, ParallelState
     from megakit.train.engine import Engine
 
-    p = cfg.parallel
-    state = ParallelState(Grid(p.dp or 1, p.pp, p.cp, p.tp), torch.device("cpu"), timedelta(seconds=60))
+    state = ParallelState(Grid.of(cfg.parallel), torch.device("cpu"), timedelta(seconds=60))
     engine = Engine(cfg, state, Comm(state))
     parameters = list(engine.buffers.parameters.values())
     moments = [t for flat in engine.optimizer.states.values() for t in flat.values()]

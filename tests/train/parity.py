@@ -19,8 +19,7 @@ _states: dict[Grid, ParallelState] = {}  # groups are made once per worker: maki
 
 
 def engine(cfg: Config) -> Engine:
-    p = cfg.parallel
-    grid = Grid(dp=p.dp or 1, pp=p.pp, cp=p.cp, tp=p.tp, zero_group=p.zero_group)
+    grid = Grid.of(cfg.parallel)
     if grid not in _states:
         _states[grid] = ParallelState(grid, torch.device("cpu"), timedelta(seconds=60))
     return Engine(cfg, _states[grid], Comm(_states[grid]))

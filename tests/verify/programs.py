@@ -27,18 +27,13 @@ def small(**keys: Any) -> Config:
     return tiny("llama", **{**short, **{f"parallel__{k}" if "__" not in k else k: v for k, v in keys.items()}})
 
 
-def grid_of(cfg: Config) -> Grid:
-    p = cfg.parallel
-    return Grid(p.dp or 1, p.pp, p.cp, p.tp, p.zero_group)
-
-
 @functools.cache
 def recorded(**keys: Any) -> tuple[Grid, dict[int, Program]]:
     """Every rank of a layout."""
     from megakit.verify.step import step
 
     cfg = small(**keys)
-    grid = grid_of(cfg)
+    grid = Grid.of(cfg.parallel)
     return grid, {rank: step(cfg, rank).program for rank in range(grid.world)}
 
 

@@ -31,7 +31,7 @@ from megakit.verify.prove import Proof, prove
 from megakit.verify.render import render
 from megakit.verify.simulate import NAMES
 from megakit.verify.step import step
-from tests.verify.programs import grid_of, small
+from tests.verify.programs import small
 
 SP = {"tp": 2, "sequence_parallel": True}
 TIED = {"model__tie_embeddings": True}
@@ -67,7 +67,7 @@ def test_every_layout_is_proven(layout):
     assert all(p.peak_bytes > p.static_bytes > 0 for p in proof.peaks)
     assert all(p.at and p.operation and p.site.startswith("megakit/") for p in proof.peaks)
     if cfg.parallel.zero < 3:  # which makes its gradients in the step
-        planned = [states(cfg, grid_of(cfg), rank_stages(cfg, p.stage)) for p in proof.peaks]
+        planned = [states(cfg, Grid.of(cfg.parallel), rank_stages(cfg, p.stage)) for p in proof.peaks]
         for peak, of in zip(proof.peaks, planned):
             counts = peak.static_bytes - (of.weights + of.gradients + of.optimizer + of.padding)
             assert 0 <= counts <= 4 * 40 and counts % 4 == 0, "besides what is planned there are AdamW's counts of steps"
