@@ -10,12 +10,10 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megakit.config.arguments import Arguments, Help, Option, parse, reported
+from megakit.config.arguments import Arguments, Help, Option, command
 from megakit.errors import EXIT_DONE, EXIT_FAILED, Refused
 
 if TYPE_CHECKING:
@@ -43,26 +41,17 @@ HELP = Help(
 )
 
 
-def run(argv: list[str]) -> int:
-    """Everything but the reporting of refusals; returns the exit code."""
-    args = parse(argv, OPTIONS)
-    if args.help:
-        from megakit.config.terminal import print_help
-
-        print_help(HELP, args.overrides, args.config_dir)
-        return EXIT_DONE
+def run(args: Arguments) -> int:
+    """Everything but --help and the reporting of refusals; returns the exit code."""
     _check(args)
     from megakit.config.compose import compose
     from megakit.planner.plan import make_plan, to_json
 
-    found = None
-    if "--search" in args.values:
-        cfg, found = _searched(compose(args.overrides, args.config_dir, args.config_file, checked=False))
-    else:
-        cfg = compose(args.overrides, args.config_dir, args.config_file)
+    search = "--search" in args.values
+    cfg = compose(args.overrides, args.config_dir, args.config_file, checked=not search)
     if "--calibrate" in args.values:
         return _calibrate(cfg)
-    plan = make_plan(cfg)
+    cfg, plan, found = _searched(cfg) if search else (cfg, make_plan(cfg), None)
     if target := args.values.get("--report"):
         from megakit.planner.report import page
 
@@ -92,8 +81,8 @@ def _both(plan: Plan, found: Search) -> str:
     return json.dumps(dataclasses.asdict(plan) | {"search": dataclasses.asdict(found)}, indent=1) + "\n"
 
 
-def _searched(cfg: Config) -> tuple[Config, Search]:
-    """The recipe and the best grids for it; where its own grid is refused, the recipe with the best one."""
+def _searched(cfg: Config) -> tuple[Config, Plan, Search]:
+    """The recipe, its plan and the best grids for it; where its own grid is refused, the recipe with the best one."""
     from megakit.config import rules
     from megakit.config.typed import replace
     from megakit.planner.plan import make_plan
@@ -101,34 +90,36 @@ def _searched(cfg: Config) -> tuple[Config, Search]:
     found = _search(cfg)
     try:
         rules.check(cfg)
-        make_plan(cfg)
+        return cfg, make_plan(cfg), found
     except Refused as why:
         print(f"megakit: the recipe's own grid is refused, the plan is that of the best one: {why}", file=sys.stderr)
-        cfg = replace(cfg, found.best[0].keys)
-    return cfg, found
+    cfg = replace(cfg, found.best[0].keys)
+    return cfg, make_plan(cfg), found
 
 
 def _search(cfg: Config) -> Search:
+    from megakit.config.terminal import progress_bar
     from megakit.planner.hardware import find
     from megakit.planner.machines import gpu_of
     from megakit.planner.search import search
 
     known = gpu_of(cfg.cluster)
     gpu = known[0] if known else find(cfg.cluster.name)  # which refuses
-    with _progress() as progress:
+    with progress_bar() as progress:
         return search(cfg, gpu, progress)
 
 
 def _calibrate(cfg: Config) -> int:
     import torch
 
+    from megakit.config.terminal import progress_bar
     from megakit.launch.devices import visible_gpus, wants_cuda
     from megakit.planner.machines import store
     from megakit.train.calibrate import calibrate
 
     gpus = visible_gpus(os.environ)
     cuda = wants_cuda(cfg.launch.device, gpus)
-    with _progress() as progress:
+    with progress_bar() as progress:
         measured = calibrate(torch.device("cuda" if cuda else "cpu"), gpus if cuda else 1, progress)
     path, gpu = store(cfg.cluster, dataclasses.asdict(measured))
     for name, value in dataclasses.asdict(measured).items():
@@ -154,34 +145,19 @@ def _print(plan: Plan, found: Search | None, explain: bool) -> None:
 
 
 def _verify(cfg: Config, plan: Plan) -> int:
-    from megakit.config.terminal import console
+    from megakit.config.terminal import console, progress_bar
     from megakit.verify.prove import prove
     from megakit.verify.render import render
 
-    with _progress() as progress:
+    with progress_bar() as progress:
         proof = prove(cfg, progress=progress)
     console().print(render(proof))
     return EXIT_DONE if proof.proven else EXIT_FAILED
 
 
-@contextmanager
-def _progress() -> Iterator[Callable[[int, int, str], None] | None]:
-    """A bar on standard error, where that is a terminal."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    out = Console(stderr=True)
-    if not out.is_terminal:
-        yield None
-        return
-    with Progress(console=out, transient=True) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run, and say in one line why it was refused."""
-    return reported(run, argv)
+    return command(HELP, run, argv)
 
 
 if __name__ == "__main__":

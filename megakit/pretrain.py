@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 
-from megakit.config.arguments import Help, parse, reported
+from megakit.config.arguments import Arguments, Help, command
 from megakit.config.schema import Config
 from megakit.errors import EXIT_DONE
 
@@ -20,14 +20,8 @@ HELP = Help(
 )
 
 
-def run(argv: list[str]) -> int:
-    """Everything but the reporting of refusals; returns the exit code."""
-    args = parse(argv)
-    if args.help:
-        from megakit.config.terminal import print_help
-
-        print_help(HELP, args.overrides, args.config_dir)
-        return EXIT_DONE
+def run(args: Arguments) -> int:
+    """Everything but --help and the reporting of refusals; returns the exit code."""
     from megakit.config.compose import compose
     from megakit.config.shrink import shrink
     from megakit.planner.plan import make_plan
@@ -42,7 +36,7 @@ def run(argv: list[str]) -> int:
     make_plan(cfg)  # refuses what can't work before anything is started
     from megakit.launch.start import launch
 
-    return launch(cfg, argv, announce=_print_plan if cfg.log.console != "off" else None)
+    return launch(cfg, args.words, announce=_print_plan if cfg.log.console != "off" else None)
 
 
 def _print_plan(cfg: Config, world: int | None = None) -> None:
@@ -66,7 +60,7 @@ def _local_world(cfg: Config) -> int | None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run, and say in one line why it was refused or stopped."""
-    return reported(run, argv)
+    return command(HELP, run, argv)
 
 
 if __name__ == "__main__":

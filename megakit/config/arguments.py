@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megakit.errors import EXIT_FAILED, EXIT_REFUSED, Refused, Stop
+from megakit.errors import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED, Refused, Stop
 
 
 class Option(NamedTuple):
@@ -44,6 +44,8 @@ class Arguments:
     values: dict[str, str] = field(default_factory=dict)
     """By option; "" for one that takes no value."""
     help: bool = False
+    words: list[str] = field(default_factory=list)
+    """The command line as it was given."""
 
     @property
     def config_dir(self) -> str | None:
@@ -57,7 +59,7 @@ class Arguments:
 def parse(argv: Sequence[str], options: Sequence[Option] = ()) -> Arguments:
     """Options and overrides in any order. Raises Refused."""
     known = {option.name: option for option in (*COMMON, *options)}
-    out, words = Arguments(), list(argv)
+    out, words = Arguments(words=list(argv)), list(argv)
     while words:
         word = words.pop(0)
         name, equals, value = word.partition("=")
@@ -83,10 +85,19 @@ def _value(option: Option, equals: str, value: str, words: list[str]) -> str:
     return value if equals else words.pop(0)
 
 
-def reported(run: Callable[[list[str]], int], argv: list[str] | None) -> int:
-    """The exit code of a command; why it was refused or stopped goes to standard error in one line."""
+def command(help: Help, run: Callable[[Arguments], int], argv: Sequence[str] | None = None) -> int:
+    """The exit code of a command: what `run` makes of its arguments (None: the process's), or of --help, which prints a page.
+
+    Why it was refused or stopped goes to standard error in one line.
+    """
     try:
-        return run(sys.argv[1:] if argv is None else argv)
+        args = parse(sys.argv[1:] if argv is None else argv, help.options)
+        if not args.help:
+            return run(args)
+        from megakit.config.terminal import print_help
+
+        print_help(help, args.overrides, args.config_dir)
+        return EXIT_DONE
     except Stop as stop:
         label = {EXIT_REFUSED: "refused", EXIT_FAILED: "failed"}.get(stop.code, "stopped")
         print(f"megakit: {label}: {' '.join(str(stop).split())}", file=sys.stderr)

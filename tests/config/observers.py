@@ -259,6 +259,7 @@ def wandb_run(cfg: Config, place: Place) -> Any:
 def command(cfg: Config, place: Place) -> Any:
     """What the command does with the recipe: prints its plan, or starts ranks with which sizes."""
     from megakit import pretrain
+    from megakit.config.arguments import Arguments
     from megakit.launch import start
 
     started: list[Any] = []
@@ -270,7 +271,7 @@ def command(cfg: Config, place: Place) -> Any:
     with place.patch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
         patch.setattr("megakit.config.compose.compose", lambda *args: cfg)
         patch.setattr(start, "launch", launch)
-        pretrain.run([])
+        pretrain.run(Arguments())
     return started, bool(out.getvalue())
 
 
