@@ -23,9 +23,8 @@ from benchmarks.accuracy.memory import EXACT, memory_of
 from benchmarks.accuracy.rows import Row, Unjudged, prepared, read, workload_of
 from benchmarks.planner_accuracy import DEFAULT
 from megakit.errors import Refused
+from megakit.planner.widths import GIB
 from megakit.planner.workload import Workload
-
-GIB = 2**30
 
 
 def parameters(w: Workload) -> tuple[float, float]:

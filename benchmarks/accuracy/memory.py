@@ -8,8 +8,8 @@ from benchmarks.accuracy.rows import Row, Unjudged, model_of, prepared, workload
 from megakit.config.schema import Config, ParallelConfig, TrainConfig
 from megakit.errors import Refused
 from megakit.planner.memory import MEGATRON_2021, TRANSFORMER_ENGINE, peaks
+from megakit.planner.widths import GIB
 
-GIB = 2**30
 EXACT = ("SimuMax",)
 """Groups with peaks of allocated bytes; the others are of the whole process, or of an allocator that was full."""
 

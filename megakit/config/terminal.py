@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 from rich import box
 from rich.console import Console, RenderableType
@@ -16,6 +17,8 @@ from megakit.config.compose import group_files, recipe_summaries, user_folder
 from megakit.config.keys import MISSING, Key, schema_keys, show
 from megakit.errors import Refused
 
+Progress = Callable[[int, int, str], None]
+"""Hears how far something is: (done, of how many, what)."""
 PIPED_WIDTH = 100
 """Columns where the output is not a terminal."""
 
@@ -66,6 +69,28 @@ def as_text(what: RenderableType) -> str:
     return "\n".join(line.rstrip() for line in out.file.getvalue().splitlines())  # type: ignore[attr-defined]
 
 
+def facts_table() -> Table:
+    """Empty, for rows of a name and what is to say of it."""
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column()
+    return table
+
+
+@contextmanager
+def progress_bar() -> Iterator[Progress | None]:
+    """A bar on standard error, where that is a terminal."""
+    from rich.progress import Progress as Bar
+
+    out = Console(stderr=True)
+    if not out.is_terminal:
+        yield None
+        return
+    with Bar(console=out, transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
+
+
 def print_help(help: Help, topics: list[str], config_dir: str | None = None) -> None:
     """The recipes and the most used keys; with `topics` (group or key names), all keys that contain one of them."""
     out = console()
@@ -84,13 +109,13 @@ def print_help(help: Help, topics: list[str], config_dir: str | None = None) -> 
     files = group_files(user_folder(config_dir))
     parts = "; ".join(f"[cyan]{group}=[/]{' | '.join(names)}" for group, names in files.items() if group != "recipe")
     out.print(f"Exchange a part of the recipe: {parts}\n")
-    options = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    options = facts_table()
     for option, meaning in (
         *((f"{o.name} {o.value or ''}", o.meaning) for o in (*help.options, *COMMON)),
         ("--help GROUP", "all keys of a group: " + ", ".join(g for g in keys.group_docs() if "." not in g)),
         ("exit codes", help.exit_codes),
     ):
-        options.add_row(f"[cyan]{option}[/]", meaning)
+        options.add_row(option, meaning)
     out.print(options)
 
 

@@ -57,6 +57,11 @@ class Grid:
         return (self.dp, self.pp, self.cp, self.tp)
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """By axis."""
+        return dict(zip(AXES, self.shape))
+
+    @property
     def world(self) -> int:
         """Number of ranks."""
         return math.prod(self.shape)

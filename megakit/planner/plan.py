@@ -117,7 +117,7 @@ def make_plan(cfg: Config, world: int | None = None) -> Plan:
     per_node = cfg.cluster.gpus_per_node
     return Plan(
         name=cfg.run.name,
-        grid={"dp": grid.dp, "pp": grid.pp, "cp": grid.cp, "tp": grid.tp},
+        grid=grid.sizes,
         world=grid.world,
         nodes=None if per_node is None else math.ceil(grid.world / per_node),
         gpus_per_node=per_node,

@@ -7,13 +7,13 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from megakit.config.terminal import facts_table
+from megakit.parallel.grid import Grid
 from megakit.planner.memory import RESERVED
 from megakit.planner.notes import counted
 from megakit.planner.plan import Plan
 from megakit.planner.stage import StagePlan
-from megakit.planner.widths import GIB
-
-MIB = 2**20
+from megakit.planner.widths import GIB, MIB
 
 
 def render(plan: Plan) -> RenderableType:
@@ -27,10 +27,8 @@ def render(plan: Plan) -> RenderableType:
 
 
 def _summary(plan: Plan) -> Table:
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(style="cyan", no_wrap=True)
-    table.add_column()
-    grid = " x ".join(f"{axis} {n}" for axis, n in plan.grid.items() if n > 1 or axis != "cp")
+    table = facts_table()
+    grid = Grid(**plan.grid)
     each = f" ({plan.world // plan.grid['pp']} per stage)" if plan.grid["pp"] > 1 else ""
     where = f" on {plan.nodes} x {plan.gpus_per_node} {plan.cluster}" if plan.nodes else ""
     table.add_row("grid", f"{grid} = {plan.world} rank{'s' * (plan.world > 1)}{each}{where}")

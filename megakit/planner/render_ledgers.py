@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from megakit.config.terminal import facts_table
 from megakit.planner.estimate import GPU_HOURS_PER_FAILURE, STORAGE_GB_S_PER_NODE, Estimate
 from megakit.planner.memory import RESERVED
 from megakit.planner.plan import Plan
@@ -85,9 +86,7 @@ def parts_of(step: StepTime) -> list[tuple[str, float, float]]:
 
 
 def _run(plan: Plan, e: Estimate) -> Table:
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(style="cyan", no_wrap=True)
-    table.add_column()
+    table = facts_table()
     table.add_row(
         "speed",
         f"{e.step.tokens_per_s_per_gpu:,.0f} tokens/s per GPU, {e.tokens_per_s:,.0f} of all;"

@@ -8,6 +8,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from megakit.parallel.grid import Grid
 from megakit.planner.memory import RESERVED
 from megakit.planner.plan import Plan
 from megakit.planner.render_ledgers import by_axis, days_text, joined, parts_of
@@ -42,7 +43,7 @@ def page(plan: Plan, found: Search | None = None) -> str:
     return environment.get_template(TEMPLATE).render(
         plan=plan,
         estimate=plan.estimate,
-        grid=" x ".join(f"{axis} {n}" for axis, n in plan.grid.items() if n > 1 or axis != "cp"),
+        grid=Grid(**plan.grid),
         worst=plan.stages[plan.worst_stage],
         bars=[(stage, memory(stage, longest, process)) for stage in plan.stages],
         limit=None if limit is None else 100 * limit / longest,

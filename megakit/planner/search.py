@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter
@@ -18,6 +18,7 @@ from typing import Any
 from megakit.config import rules
 from megakit.config.keys import show
 from megakit.config.schema import Config
+from megakit.config.terminal import Progress
 from megakit.config.typed import replace
 from megakit.errors import Refused
 from megakit.modeling.layout import model_stages, padded_vocabulary
@@ -43,8 +44,6 @@ SILENT = {"parallel.schedule": "1f1b", "parallel.virtual_stages": 1, "parallel.c
 """The schema's defaults: not worth a word where the recipe has them too."""
 
 Keys = dict[str, Any]
-Progress = Callable[[int, int, str], None]
-"""(done, of how many, what)."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Bytes of an element, by what it is and the precision of the run. No torch here."""
 
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
 
 WEIGHT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 """Also of activations."""

@@ -18,7 +18,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 
+from megakit.config.terminal import Progress
 from megakit.ops.norm import rms_norm
+from megakit.planner.widths import GIB
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class Calibration:
     """Of the GPU; None on a CPU."""
 
 
-def calibrate(device: torch.device, gpus: int, progress: Callable[[int, int, str], None] | None = None) -> Calibration:
+def calibrate(device: torch.device, gpus: int, progress: Progress | None = None) -> Calibration:
     """Measure this machine. `gpus`: how many there are for the all-reduce."""
     sizes = GPU_SIZES if device.type == "cuda" else CPU_SIZES
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -91,7 +93,7 @@ def calibrate(device: torch.device, gpus: int, progress: Callable[[int, int, str
         copy_tb_s=copy,
         norm_tb_s=norm,
         all_reduce_gb_s=links,
-        memory_gib=torch.cuda.get_device_properties(device).total_memory / 2**30 if on_gpu else None,
+        memory_gib=torch.cuda.get_device_properties(device).total_memory / GIB if on_gpu else None,
     )
 
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from megakit.config import rules
 from megakit.config.schema import Config
+from megakit.config.terminal import Progress
 from megakit.errors import Refused, Stop
 from megakit.parallel.grid import Grid
 from megakit.planner.notes import counted
@@ -36,9 +37,6 @@ if TYPE_CHECKING:
 
 SHOWN = 40
 """Errors that are told; the others are counted."""
-
-Progress = Callable[[int, int, str], None]
-"""(done, of how many, what)."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +147,7 @@ def prove(
         errors = [*errors[:SHOWN], f"and {len(errors) - SHOWN} more"]
     return Proof(
         world=grid.world,
-        grid={"dp": grid.dp, "pp": grid.pp, "cp": grid.cp, "tp": grid.tp},
+        grid=grid.sizes,
         micro_batches=micro_batches(cfg, grid),
         ranks_stepped=sorted(stepped),
         programs=len(job.programs),

@@ -7,7 +7,7 @@ from array import array
 
 import torch
 
-from megakit.parallel.comm import Handle, Record
+from megakit.parallel.comm import COMPUTE, Handle, Record
 from megakit.parallel.grid import ParallelState
 from megakit.verify.live import LiveBytes
 from megakit.verify.places import call_site
@@ -80,7 +80,7 @@ class RecordingComm(FakeComm):
 
     def _record(self, op: str, group: str, shape: tuple[int, ...], dtype: str, nbytes: int = 0) -> Record:
         record = super()._record(op, group, shape, dtype, nbytes)
-        if op == "compute":
+        if op == COMPUTE:
             return record
         axis, peer, detail = group, None, self._detail
         if op in ("send", "recv"):

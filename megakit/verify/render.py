@@ -7,16 +7,17 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from megakit.config.terminal import facts_table
+from megakit.parallel.grid import Grid
 from megakit.planner.notes import counted
+from megakit.planner.widths import GIB, MIB
 from megakit.verify.job import ranks_text
 from megakit.verify.prove import Proof
-
-GIB, MIB = 2**30, 2**20
 
 
 def render(proof: Proof) -> RenderableType:
     """What is proven, under which assumptions, and the peaks; at most 100 columns wide."""
-    grid = " x ".join(f"{axis} {n}" for axis, n in proof.grid.items() if n > 1 or axis != "cp")
+    grid = Grid(**proof.grid)
     if proof.proven:
         title = Text(f"Proven for {grid} = {counted(proof.world, 'rank')}", style="bold green")
     else:
@@ -32,9 +33,7 @@ def render(proof: Proof) -> RenderableType:
 
 
 def _facts(proof: Proof) -> Table:
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(style="cyan", no_wrap=True)
-    table.add_column()
+    table = facts_table()
     replayed = f", {counted(proof.replayed, 'pass', 'es')} replayed" if proof.replayed else ""
     table.add_row(
         "stepped",

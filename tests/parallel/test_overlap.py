@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megakit.parallel.buckets import REDUCED_AT_ONCE
+from megakit.parallel.comm import COMPUTE
 from megakit.parallel.pipeline.executor import SENDS_IN_FLIGHT
 from tests.tiny import tiny
 from tests.train.parity import micro_batches, warmed_up
@@ -24,7 +25,7 @@ def of(records, op, group, lo=0, hi=float("inf")):
 
 
 def marks(records, *names):
-    return sorted(issued for op, group, _, issued, _ in records if op == "compute" and group in names)
+    return sorted(issued for op, group, _, issued, _ in records if op == COMPUTE and group in names)
 
 
 def test_the_input_is_gathered_during_the_input_gradient_and_that_is_scattered_during_the_weight_gradient(pools):

@@ -9,6 +9,7 @@ import pytest
 from megakit.config.schema import Config, ModelConfig, ParallelConfig, TrainConfig
 from megakit.planner.activations import MEGAKIT
 from megakit.planner.memory import MEGATRON_2021, TRANSFORMER_ENGINE, peaks
+from megakit.planner.widths import GIB
 
 LLAMA = ModelConfig(
     family="llama",
@@ -36,7 +37,7 @@ def run(tp: int = 1, pp: int = 1, dp: int = 1, **parallel) -> Config:
 def test_published_peaks_of_a_truncated_70b_on_b200(cfg, measured, instant):
     """SimuMax's published runs of Megatron (allocated peak, GiB)."""
     worst = max(peaks(cfg, TRANSFORMER_ENGINE), key=lambda x: x.total)
-    assert worst.total / 2**30 == pytest.approx(measured, rel=0.01)
+    assert worst.total / GIB == pytest.approx(measured, rel=0.01)
     assert worst.instant == instant
 
 

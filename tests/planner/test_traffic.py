@@ -8,6 +8,7 @@ import pytest
 
 from megakit.config import rules
 from megakit.config.schema import Config
+from megakit.parallel.comm import COMPUTE
 from megakit.parallel.grid import Grid
 from megakit.planner.traffic import VOTES, Traffic, by_operation, links, step_traffic
 from tests.tiny import tiny
@@ -24,7 +25,7 @@ def recorded(cfg: Config) -> tuple[Counts, Counts]:
     e.settle()
     messages, size = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     for record in e.comm.records:
-        if record.op != "compute":
+        if record.op != COMPUTE:
             messages[record.op, record.group.partition(":")[0]] += 1
     for (op, group), n in e.comm.bytes.items():
         size[op, group.partition(":")[0]] += n
