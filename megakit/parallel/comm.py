@@ -107,6 +107,16 @@ class Comm:
     def index(self, axis: str) -> int:
         return self.state.index(axis)
 
+    def totals(self) -> dict[tuple[str, str], tuple[int, int]]:
+        """(operation, group) -> messages and bytes so far, all pipeline transfers under "pp"; marks are none."""
+        out: dict[tuple[str, str], tuple[int, int]] = {}
+        for (op, group), n in self.messages.items():
+            if n:
+                key = op, group.partition(":")[0]
+                count, size = out.get(key, (0, 0))
+                out[key] = count + n, size + self.bytes[op, group]
+        return out
+
     def pending(self) -> list[Record]:
         """Operations that were issued and not waited for: what a hang is about."""
         return [r for r in self.records if not r.done]

@@ -32,8 +32,8 @@ class Measured:
     """Of weights, gradients, masters and moments; None under ZeRO 3, where torch holds them."""
     peak_bytes: int | None
     """The GPU allocator's; None on a CPU."""
-    messages: dict[str, tuple[int, int]]
-    """OPERATION GROUP -> messages and bytes of the last step; {} where its batch was not the whole one."""
+    messages: dict[tuple[str, str], tuple[int, int]]
+    """(operation, group) -> messages and bytes of the last step; {} where its batch was not the whole one."""
     pipeline_wait: float | None
     """Share of the step that it waited for other stages; None on a GPU, where waiting takes no time of the host."""
 
@@ -91,10 +91,9 @@ def _traffic(plan: Plan, ranks: Sequence[Measured]) -> list[Row]:
         for (_, group), (count, size) in by_operation(plan.stages[rank.stage].traffic).items():
             planned[axis_of(group)][0] += count
             planned[axis_of(group)][1] += size
-        for name, (count, size) in rank.messages.items():
-            axis = axis_of(name.split()[1])
-            measured[axis][0] += count
-            measured[axis][1] += size
+        for (_, group), (count, size) in rank.messages.items():
+            measured[axis_of(group)][0] += count
+            measured[axis_of(group)][1] += size
     rows = []
     for axis in AXES:
         if planned[axis][0] or measured[axis][0]:

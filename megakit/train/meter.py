@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -32,20 +31,18 @@ class Meter:
     def step(self, samples: int) -> Iterator[None]:
         """One step of a global batch of `samples`."""
         comm = self.engine.comm
-        messages, sizes = Counter(comm.messages), Counter(comm.bytes)
-        waited, started = comm.waited_s["pp"], time.monotonic()
+        before, waited, started = comm.totals(), comm.waited_s["pp"], time.monotonic()
         yield
         took = time.monotonic() - started
         self._steps += 1
         if samples != self._whole:
             self._messages = {}
             return
-        found: dict[tuple[str, str], tuple[int, int]] = {}
-        for (op, group), n in (Counter(comm.messages) - messages).items():
-            key = op, group.partition(":")[0]
-            count, size = found.get(key, (0, 0))
-            found[key] = count + n, size + comm.bytes[op, group] - sizes[op, group]
-        self._messages = found
+        self._messages = {}
+        for key, (count, size) in comm.totals().items():
+            earlier, bytes_earlier = before.get(key, (0, 0))
+            if count > earlier:
+                self._messages[key] = count - earlier, size - bytes_earlier
         if self._steps > WARM_UP:
             self._times.append(took)
             self._waits.append((comm.waited_s["pp"] - waited) / took)
@@ -59,7 +56,7 @@ class Meter:
             step_times_s=self._times,
             state_bytes=self._state_bytes(),
             peak_bytes=torch.cuda.max_memory_allocated(state.device) if on_gpu else None,
-            messages={" ".join(key): value for key, value in self._messages.items()},
+            messages=self._messages,
             pipeline_wait=None if on_gpu or not self._waits else sum(self._waits) / len(self._waits),
         )
 

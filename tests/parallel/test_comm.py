@@ -15,6 +15,7 @@ from tests.train.parity import engine, micro_batches
 def collectives():
     state = ParallelState(Grid(dp=2), torch.device("cpu"), timedelta(seconds=60))
     comm = Comm(state, keep=3)
+    comm.mark("F0")
     me = state.index("dp")
     x = torch.full((2, 3), float(me + 1))
     gathered = comm.all_gather(x, "dp").wait()
@@ -24,12 +25,12 @@ def collectives():
     sent = comm.broadcast(x.clone(), "dp", 1)
     alone = comm.all_reduce(x.clone(), "tp").wait()
     objects = comm.gather_objects({"rank": me}), comm.broadcast_object(f"of {me}")
-    return gathered, summed, top, part, sent, alone, objects, [str(r) for r in comm.records], comm.bytes
+    return gathered, summed, top, part, sent, alone, objects, [str(r) for r in comm.records], comm.totals()
 
 
 def test_collectives_and_their_record(pools):
     for rank, got in enumerate(pools(2).run(collectives)):
-        gathered, summed, top, part, sent, alone, objects, records, nbytes = got
+        gathered, summed, top, part, sent, alone, objects, records, totals = got
         assert gathered[:, 0].tolist() == [1, 1, 2, 2]
         assert summed.unique().tolist() == [3] and top.unique().tolist() == [2] and sent.unique().tolist() == [2]
         assert part.unique().tolist() == [2.0 * (rank + 1)] and part.shape == (2, 3)
@@ -37,7 +38,14 @@ def test_collectives_and_their_record(pools):
         assert objects == ([{"rank": 0}, {"rank": 1}], "of 0")
         assert len(records) == 3, "the record is bounded"
         assert records[0] == "broadcast #5 on dp [2, 3] float32: done"
-        assert nbytes["all_gather", "dp"] == 48 and ("all_reduce", "tp") not in nbytes
+        assert totals == {
+            ("all_gather", "dp"): (1, 48),
+            ("all_reduce", "dp"): (2, 48),
+            ("reduce_scatter", "dp"): (1, 48),
+            ("broadcast", "dp"): (1, 24),
+            ("gather_objects", "world"): (1, 0),
+            ("broadcast_object", "world"): (1, 0),
+        }
 
 
 def step_records(cfg):

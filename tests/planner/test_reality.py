@@ -25,7 +25,7 @@ def as_planned(plan: Plan) -> list[Measured]:
             step_times_s=[plan.estimate.step.seconds],
             state_bytes=stage.state_bytes,
             peak_bytes=stage.total_bytes,
-            messages={" ".join(key): value for key, value in by_operation(stage.traffic).items()},
+            messages=by_operation(stage.traffic),
             pipeline_wait=plan.bubble,
         )
         for stage in plan.stages
@@ -47,7 +47,7 @@ def test_a_run_as_planned_equals_its_plan(plan: Plan):
 def test_a_difference_is_a_ratio(plan: Plan):
     ranks = as_planned(plan)
     ranks[3] = dataclasses.replace(
-        ranks[3], state_bytes=100 * GIB, messages={**ranks[3].messages, "all_gather tp": (1, 10)}, peak_bytes=None
+        ranks[3], state_bytes=100 * GIB, messages={**ranks[3].messages, ("all_gather", "tp"): (1, 10)}, peak_bytes=None
     )
     rows = {row.what: row for row in compare(plan, [dataclasses.replace(r, step_times_s=[1e9]) for r in ranks])}
     assert rows["states, largest rank"].measured == 100 and rows["states, largest rank"].ratio > 2

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 
 from megakit.config import rules
 from megakit.config.schema import Config
-from megakit.parallel.comm import COMPUTE
 from megakit.parallel.grid import Grid
 from megakit.planner.traffic import VOTES, Traffic, by_operation, links, step_traffic
 from tests.tiny import tiny
@@ -23,16 +20,10 @@ def recorded(cfg: Config) -> tuple[Counts, Counts]:
     e = warmed_up(cfg)
     e.train_step(micro_batches(e, 1), 0.01, votes=(0.0,) * VOTES)
     e.settle()
-    messages, size = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
-    for record in e.comm.records:
-        if record.op != COMPUTE:
-            messages[record.op, record.group.partition(":")[0]] += 1
-    for (op, group), n in e.comm.bytes.items():
-        size[op, group.partition(":")[0]] += n
     state = e.state
     dp = state.index("dp_shard") if cfg.parallel.zero else 0
     planned = step_traffic(cfg, state.grid, state.index("pp"), dp, state.index("tp"))
-    return {key: (n, size[key]) for key, n in messages.items()}, by_operation(planned)
+    return e.comm.totals(), by_operation(planned)
 
 
 @pytest.mark.parametrize("feature", FEATURES, ids=lambda f: f.name)

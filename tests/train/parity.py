@@ -104,6 +104,7 @@ def warmed_up(cfg: Config) -> Engine:
     e.settle()
     e.comm.records.clear()
     e.comm.bytes.clear()
+    e.comm.messages.clear()
     return e
 
 
