@@ -150,7 +150,7 @@ def _verify(cfg: Config, plan: Plan) -> int:
     from megakit.verify.render import render
 
     with progress_bar() as progress:
-        proof = prove(cfg, progress=progress)
+        proof = prove(cfg, plan, progress=progress)
     console().print(render(proof))
     return EXIT_DONE if proof.proven else EXIT_FAILED
 

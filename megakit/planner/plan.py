@@ -110,7 +110,7 @@ def make_plan(cfg: Config, world: int | None = None) -> Plan:
     p, t, steps = cfg.parallel, cfg.train, rules.total_steps(cfg)
     grid = Grid.of(p)
     table = make_table(cfg, grid)
-    schedule.check(table)
+    done = schedule.check(table)
     sizes = batch_sizes(BatchSize.of(t), steps)
     stages = stage_plans(cfg, grid, table)
     samples = BatchSize.of(t).samples_of(steps)
@@ -128,7 +128,7 @@ def make_plan(cfg: Config, world: int | None = None) -> Plan:
         sequence_parallel=p.sequence_parallel,
         schedule=p.schedule,
         virtual_stages=p.virtual_stages,
-        bubble=schedule.bubble(table),
+        bubble=schedule.idle(done, grid.pp),
         recompute=p.recompute,
         recompute_layers=p.recompute_layers,
         precision=t.precision,

@@ -22,7 +22,8 @@ from megakit.launch.env import Ranks
 from megakit.observe.writer import MetricsWriter
 from megakit.parallel.comm import Comm
 from megakit.parallel.grid import Grid, ParallelState
-from megakit.planner import plan, reality
+from megakit.planner import reality
+from megakit.planner.plan import Plan, make_plan, to_json
 from megakit.train.engine import Engine
 from megakit.train.generate import generate
 from megakit.train.loop import Progress, Trainer
@@ -43,7 +44,8 @@ def run(cfg: Config, ranks: Ranks) -> int:
 
 
 def _run(cfg: Config, ranks: Ranks, state: ParallelState, comm: Comm) -> None:
-    run_dir = run_folder.prepare(cfg, ranks, comm, plan.to_json(plan.make_plan(cfg)))
+    plan = make_plan(cfg)
+    run_dir = run_folder.prepare(cfg, ranks, comm, to_json(plan))
     checkpoints = Path(cfg.checkpoint.dir) if cfg.checkpoint.dir else run_dir / "checkpoints"
     # a job that the scheduler started again goes on from its own newest checkpoint, whatever its first start asked for
     resume, init_from = cfg.checkpoint.resume, cfg.checkpoint.init_from
@@ -77,7 +79,7 @@ def _run(cfg: Config, ranks: Ranks, state: ParallelState, comm: Comm) -> None:
                 )
         trainer = Trainer(cfg, engine, progress, last, train, valid, tokenizer, checkpoints, writer)
         trainer.run()
-        _compare(cfg, comm, trainer, run_dir)
+        _compare(plan, comm, trainer, run_dir)
         if cfg.train.generate_tokens and tokenizer:
             _generate(cfg, engine, tokenizer, writer)
         ok = True
@@ -86,12 +88,12 @@ def _run(cfg: Config, ranks: Ranks, state: ParallelState, comm: Comm) -> None:
             writer.close(ok)
 
 
-def _compare(cfg: Config, comm: Comm, trainer: Trainer, run_dir: Path) -> None:
+def _compare(plan: Plan, comm: Comm, trainer: Trainer, run_dir: Path) -> None:
     """The plan beside what was measured, on rank 0: in the run folder and on the console."""
     ranks = comm.gather_objects(trainer.meter.measured())
     if trainer.writer is None:
         return
-    rows = reality.compare(plan.make_plan(cfg), ranks)
+    rows = reality.compare(plan, ranks)
     if rows:
         (run_dir / "measured.json").write_text(reality.to_json(rows))
         trainer.writer.message("\n" + as_text(reality.render(rows)))

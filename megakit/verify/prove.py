@@ -98,18 +98,18 @@ class Proof:
 
 
 def prove(
-    cfg: Config, world: int | None = None, types: bool = True, processes: int = 2, progress: Progress | None = None
+    cfg: Config, plan: Plan | None = None, types: bool = True, processes: int = 2, progress: Progress | None = None
 ) -> Proof:
-    """Prove one step of the recipe on `world` ranks (None: as many as it asks for), in so many worker processes.
+    """Prove one step of the recipe on the ranks of its plan (None: on as many as it asks for), in so many worker processes.
 
     With one process the ranks are stepped in this one, which must not be part of a running job. Raises Refused where the
     recipe can't be planned, or `types` are asked for without spmd-types.
     """
     started, cpu = time.monotonic(), time.process_time()
-    plan = make_plan(cfg, world)
+    plan = plan or make_plan(cfg)
     if types and importlib.util.find_spec("spmd_types") is None:
         raise Refused("the check of gradients by types needs spmd-types: pip install spmd-types==0.3.1")
-    cfg = rules.resolve(cfg, rules.planned_world(cfg) if world is None else world)
+    cfg = rules.resolve(cfg, plan.world)
     grid = Grid.of(cfg.parallel)
     stepped: dict[int, Stepped] = {}
     typed: dict[int, list[str]] = {}

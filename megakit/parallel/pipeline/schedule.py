@@ -166,16 +166,19 @@ def simulate(schedule: Schedule, cost: dict[str, float] | Callable[[str, int], f
 
 def bubble(schedule: Schedule, cost: dict[str, float] = COST) -> float:
     """Idle share of the ranks' time, 0 to 1."""
-    done = simulate(schedule, cost)
-    total = max(d.end for d in done) * schedule.placement.ranks
-    return 1.0 - sum(d.end - d.start for d in done) / total
+    return idle(simulate(schedule, cost), schedule.placement.ranks)
+
+
+def idle(done: list[Done], ranks: int) -> float:
+    """The same of a table that was simulated."""
+    return 1.0 - sum(d.end - d.start for d in done) / (max(d.end for d in done) * ranks)
 
 
 _COMPLETE = (["B", "F"], ["F", "I", "W"])
 
 
-def check(schedule: Schedule, forward_only: bool = False) -> None:
-    """Prove that every micro-batch passes every stage once each way, in an order that can run.
+def check(schedule: Schedule, forward_only: bool = False) -> list[Done]:
+    """Prove that every micro-batch passes every stage once each way, in an order that can run -> as it is simulated.
 
     Raises Refused naming the first violation.
     """
@@ -196,7 +199,7 @@ def check(schedule: Schedule, forward_only: bool = False) -> None:
                         f"the pipeline schedule has {' '.join(have) or 'nothing'} for micro-batch {i} of chunk {chunk} on rank"
                         f" {rank}: {'F' if forward_only else 'F B or F I W'} is needed"
                     )
-    simulate(schedule)
+    return simulate(schedule)
 
 
 def lower(schedule: Schedule) -> list[Program]:
