@@ -1,9 +1,9 @@
-"""Peak of live bytes of each stage: states, the activations in flight, and what the backward pass makes for a moment.
+"""Peak of live bytes of each stage: states, the activations in flight, and what lives for a moment.
 
 Nothing is fitted. Two instants are compared, by what stands in memory beside the states:
 
-    loss     all that is kept, the fp32 probabilities among it, and beside them the logits or their gradient in the compute
-             type (other programs: the head's weight gradient in fp32)
+    loss     all that is kept, the fp32 probabilities among it, and beside them the logits in the compute type, or later their
+             gradient (other programs: the head's weight gradient in fp32)
     layers   all that is kept without the loss, and of the layer at work the weight gradients in the compute type, the
              gradients of its MLP and of two residuals, and, where it is recomputed, what it keeps
 
@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from megakit.config.schema import Config
-from megakit.modeling.layout import StageLayout, rank_stages, recomputed_layers, stage_params
+from megakit.modeling.layout import StageLayout, padded_vocabulary, rank_stages, recomputed_layers, stage_params
 from megakit.parallel.buckets import REDUCED_AT_ONCE, fill_buckets
 from megakit.parallel.grid import Grid
 from megakit.parallel.pipeline import generators
@@ -45,7 +45,7 @@ class Peak:
     activations: int
     """In flight at the worst instant."""
     temporaries: int
-    """Made by the backward pass at that instant."""
+    """That live for that moment."""
     instant: str
     """loss | layers."""
 
@@ -72,23 +72,17 @@ def stage_peak(cfg: Config, grid: Grid, rank: int, row: Sequence[Op], operators:
     buckets = _whole_buckets(cfg, grid, layouts)
     at = [Peak(rank, held, in_layers, layer + buckets, "layers")]
     if any(layout.last for layout in layouts):
-        at.append(Peak(rank, held, _in_flight(cfg, layouts, row, lines), _loss(cfg, grid, layouts, operators) + buckets, "loss"))
+        at.append(Peak(rank, held, _in_flight(cfg, layouts, row, lines), _loss(cfg, grid, operators) + buckets, "loss"))
     return max(at, key=lambda x: x.total)
 
 
-HEADS = ("output.weight", "embedding.word.weight")
-"""What the head multiplies by, untied or tied."""
-
-
-def _loss(cfg: Config, grid: Grid, layouts: Sequence[StageLayout], operators: Operators) -> int:
-    """Beside the fp32 probabilities: the logits, or their gradient, in the compute type; or the head's weight gradient."""
-    held = {name: spec for layout in layouts for name, spec in stage_params(cfg, layout, grid.tp, 0).items()}
-    head = next(held[name].shard for name in HEADS if name in held)  # a tied one may be the first stage's, on the same rank
+def _loss(cfg: Config, grid: Grid, operators: Operators) -> int:
+    """Beside the fp32 probabilities: the logits in the compute type, fp32 ones too; or the head's weight gradient."""
+    vocabulary = padded_vocabulary(cfg.model, grid.tp) // grid.tp
     if operators.head_gradient_apart:
-        return head.numel * WEIGHT_BYTES["fp32"]
-    width = WEIGHT_BYTES[cfg.train.precision]
+        return vocabulary * cfg.model.hidden_size * WEIGHT_BYTES["fp32"]
     tokens = cfg.train.micro_batch_size * cfg.train.seq_len // grid.cp
-    return tokens * head.local[0] * width if width < WEIGHT_BYTES["fp32"] else 0
+    return tokens * vocabulary * WEIGHT_BYTES[cfg.train.precision]
 
 
 def _whole_buckets(cfg: Config, grid: Grid, layouts: Sequence[StageLayout]) -> int:

@@ -20,7 +20,7 @@ def render(plan: Plan) -> RenderableType:
     """Tables of the run and of its stages, at most 100 columns wide."""
     parts: list[RenderableType] = [Text(f"Plan of {plan.name}", style="bold"), _summary(plan), _stages(plan)]
     parts.append(Text(f"* most bytes: stage {plan.worst_stage}. {plan.formula}."))
-    parts.append(Text("Activations: micro-batches in flight x what is kept of each. Temporary: made by the backward pass."))
+    parts.append(Text("Activations: micro-batches in flight x what is kept of each. Temporary: lives for a moment."))
     parts.append(Text(f"Not counted: {plan.excluded}."))
     parts += [Text(f"Note: {note}.", style="yellow") for note in plan.notes]
     return Group(*parts)

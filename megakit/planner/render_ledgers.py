@@ -120,7 +120,7 @@ def explained(plan: Plan) -> RenderableType:
     """Every line of the ledgers of the stage with the most bytes."""
     stage = plan.stages[plan.worst_stage]
     memory = _table("states", "formula", "GiB", left=2)
-    for line in [*stage.states, _temporary(stage), *_process(plan)]:
+    for line in [*stage.states, _temporary(plan, stage), *_process(plan)]:
         memory.add_row(line.name, line.formula, f"{line.bytes / GIB:.3f}")
     kept = _table("kept of a micro-batch", "elements", "sizes", "GiB", left=3)
     for chunk in stage.activations:
@@ -137,9 +137,14 @@ def explained(plan: Plan) -> RenderableType:
     )
 
 
-def _temporary(stage: StagePlan) -> Line:
-    made = "the head's weight gradient in fp32" if stage.instant == "loss" else "weight and activation gradients of one layer"
-    return Line("temporary", f"at the backward pass of the {stage.instant}: {made}", stage.temporary_bytes)
+def _temporary(plan: Plan, stage: StagePlan) -> Line:
+    if stage.instant == "loss":
+        what = f"at the loss: the logits in {plan.precision}, beside their fp32 probabilities"
+    else:
+        again = ", and what it keeps, made again" if plan.recompute == "full" else ""
+        what = f"at the backward pass of a layer: its weight and activation gradients{again}"
+    buckets = "; whole buckets of gradients" if plan.zero == 2 else ""
+    return Line("temporary", f"{what}{buckets}", stage.temporary_bytes)
 
 
 def _process(plan: Plan) -> list[Line]:

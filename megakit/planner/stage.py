@@ -47,9 +47,9 @@ class StagePlan:
     activation_bytes: int
     """Of all micro-batches in flight, as the schedule has it, when the rank holds most."""
     temporary_bytes: int
-    """Made by the backward pass at that instant."""
+    """That live for a moment, when it is the worst one."""
     instant: str
-    """loss (its backward pass) | layers (that of a layer)."""
+    """That moment: loss (logits and probabilities) | layers (the backward pass of one)."""
     in_flight: int
     """Forward passes of a chunk whose activations it keeps at once, at most."""
     traffic: list[Traffic]
@@ -62,7 +62,7 @@ class StagePlan:
 
     @property
     def total_bytes(self) -> int:
-        """States, the activations of all micro-batches in flight, and what the backward pass makes for a moment."""
+        """States, the activations of all micro-batches in flight, and what lives for a moment."""
         return self.state_bytes + self.activation_bytes + self.temporary_bytes
 
 

@@ -140,6 +140,15 @@ def profiled(cfg) -> int:
     return max(itertools.accumulate(nbytes for _, nbytes in sorted(events, key=lambda e: e[0])))
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("keys", [{"tp": 2}, {"pp": 2}, {"recompute": "full", **TIED}], ids=["tp", "pp", "recomputed"])
+def test_the_plan_has_the_logits_beside_their_probabilities(keys, precision):
+    proof = proven(**keys, model__vocab_size=20000, train__precision=precision)
+    last, logits = proof.peaks[-1], 16 * 20000 // keys.get("tp", 1)
+    assert last.site.endswith("_CrossEntropy.forward")
+    assert 0 <= last.peak_bytes - last.planned_bytes < 0.1 * logits, "tokens and a few numbers for each"
+
+
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_the_peak_is_that_of_a_real_step_to_the_byte(recompute):
     """In fp32, where the kernels take no scratch; the sequence is long, for the optimizer's norm in fp64 does."""
