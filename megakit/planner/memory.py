@@ -23,8 +23,9 @@ from megakit.parallel.buckets import REDUCED_AT_ONCE, fill_buckets
 from megakit.parallel.grid import Grid
 from megakit.parallel.pipeline import generators
 from megakit.parallel.pipeline.schedule import Op
+from megakit.parallel.shard import ParamSpec
 from megakit.planner.activations import MEGAKIT, Kept, Operators, deferred, ledger, peak
-from megakit.planner.states import states
+from megakit.planner.states import states_of
 from megakit.planner.table import make_table
 from megakit.planner.widths import GRADIENT_BYTES, WEIGHT_BYTES
 
@@ -60,19 +61,46 @@ def peaks(cfg: Config, operators: Operators = MEGAKIT) -> list[Peak]:
     return [stage_peak(cfg, grid, rank, row, operators) for rank, row in enumerate(make_table(cfg, grid).rows)]
 
 
+@dataclass(frozen=True)
+class Held:
+    """What a place on the pp axis holds whatever the micro-batch and the recomputation are."""
+
+    rank: int
+    layouts: Sequence[StageLayout]
+    chunks: Sequence[dict[str, ParamSpec]]
+    """The parameters of each."""
+    states: int
+    """Bytes of weights, gradients, optimizer states and padding."""
+    buckets: int
+    """Bytes of whole gradient buckets that ZeRO 2 has not cut yet."""
+
+
+def held_at(cfg: Config, grid: Grid, rank: int) -> Held:
+    """Of a resolved recipe."""
+    layouts = rank_stages(cfg, rank)
+    chunks = [stage_params(cfg, layout, grid.tp, 0) for layout in layouts]
+    state = states_of(cfg, grid, chunks)
+    total = state.weights + state.gradients + state.optimizer + state.padding
+    return Held(rank, layouts, chunks, total, _whole_buckets(cfg, grid, chunks))
+
+
 def stage_peak(cfg: Config, grid: Grid, rank: int, row: Sequence[Op], operators: Operators = MEGAKIT) -> Peak:
     """Of a rank that runs this row of the schedule."""
-    layouts = rank_stages(cfg, rank)
+    return peak_with(cfg, grid, held_at(cfg, grid, rank), row, operators)
+
+
+def peak_with(cfg: Config, grid: Grid, held: Held, row: Sequence[Op], operators: Operators = MEGAKIT) -> Peak:
+    """The same; `held` may be that of a recipe with another micro-batch or recomputation."""
+    layouts, rank = held.layouts, held.rank
     lines = [ledger(cfg, layout, operators) for layout in layouts]
-    state = states(cfg, grid, layouts)
-    held = state.weights + state.gradients + state.optimizer + state.padding
     in_layers = _in_flight(cfg, layouts, row, [[k for k in kept if not _of_loss(k)] for kept in lines])
-    unlike = {len(layout.layers): layout for layout in layouts}  # layers are alike, what is recomputed goes by their number
-    layer = max(_layer(cfg, layout, operators) for layout in unlike.values())
-    buckets = _whole_buckets(cfg, grid, layouts)
-    at = [Peak(rank, held, in_layers, layer + buckets, "layers")]
+    # layers are alike, what is recomputed goes by their number
+    unlike = {len(layout.layers): (layout, chunk) for layout, chunk in zip(layouts, held.chunks)}
+    layer = max(_layer(cfg, layout, chunk, operators) for layout, chunk in unlike.values())
+    at = [Peak(rank, held.states, in_layers, layer + held.buckets, "layers")]
     if any(layout.last for layout in layouts):
-        at.append(Peak(rank, held, _in_flight(cfg, layouts, row, lines), _loss(cfg, grid, operators) + buckets, "loss"))
+        of_loss = _loss(cfg, grid, operators) + held.buckets
+        at.append(Peak(rank, held.states, _in_flight(cfg, layouts, row, lines), of_loss, "loss"))
     return max(at, key=lambda x: x.total)
 
 
@@ -85,11 +113,10 @@ def _loss(cfg: Config, grid: Grid, operators: Operators) -> int:
     return tokens * vocabulary * WEIGHT_BYTES[cfg.train.precision]
 
 
-def _whole_buckets(cfg: Config, grid: Grid, layouts: Sequence[StageLayout]) -> int:
+def _whole_buckets(cfg: Config, grid: Grid, chunks: Sequence[dict[str, ParamSpec]]) -> int:
     """ZeRO 2: the gradients of buckets that are not cut yet, one that is filled and those that are being reduced."""
     if cfg.parallel.zero != 2 or grid.size("dp_shard") == 1:
         return 0
-    chunks = [stage_params(cfg, layout, grid.tp, 0) for layout in layouts]
     buckets, _ = fill_buckets(chunks, grid.size("dp_cp"), cfg.parallel.bucket_size)
     largest = sorted((bucket.size for bucket in buckets), reverse=True)[: 1 + REDUCED_AT_ONCE]
     return sum(largest) * GRADIENT_BYTES[cfg.train.grad_dtype]
@@ -105,12 +132,11 @@ def _in_flight(cfg: Config, layouts: Sequence[StageLayout], row: Sequence[Op], l
     return peak(row, each, put_off)
 
 
-def _layer(cfg: Config, layout: StageLayout, operators: Operators) -> int:
+def _layer(cfg: Config, layout: StageLayout, held: dict[str, ParamSpec], operators: Operators) -> int:
     """Bytes that the backward pass of one layer makes for a moment."""
     m, p, t = cfg.model, cfg.parallel, cfg.train
     width = WEIGHT_BYTES[t.precision]
     first = f"layers.{layout.layers.start}."
-    held = stage_params(cfg, layout, p.tp, 0)
     weights = sum(spec.shard.numel for name, spec in held.items() if name.startswith(first))
     tokens = t.micro_batch_size * t.seq_len // p.cp
     inside = m.ffn_hidden_size // p.tp * (3 if m.activation == "swiglu" else 2)

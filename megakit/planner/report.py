@@ -12,9 +12,10 @@ from megakit.parallel.grid import Grid
 from megakit.planner.memory import RESERVED
 from megakit.planner.plan import Plan
 from megakit.planner.render_ledgers import by_axis, days_text, joined, parts_of
-from megakit.planner.search import Search, grid_text
+from megakit.planner.search import Search
 from megakit.planner.stage import StagePlan
 from megakit.planner.timeline import drawn_table, timeline
+from megakit.planner.why import grid_text
 from megakit.planner.widths import GIB
 
 TEMPLATE = "report.html.j2"

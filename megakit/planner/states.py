@@ -41,7 +41,11 @@ class States:
 
 def states(cfg: Config, grid: Grid, layouts: Sequence[StageLayout]) -> States:
     """Of a rank that holds these stages."""
-    chunks = [stage_params(cfg, layout, grid.tp, 0) for layout in layouts]
+    return states_of(cfg, grid, [stage_params(cfg, layout, grid.tp, 0) for layout in layouts])
+
+
+def states_of(cfg: Config, grid: Grid, chunks: Sequence[dict[str, ParamSpec]]) -> States:
+    """Of a rank whose stages have these parameters."""
     held = list({name: spec for chunk in chunks for name, spec in chunk.items()}.values())
     return _rows(cfg, grid, chunks[0], held) if fully_sharded(cfg, grid) else _flat(cfg, grid, chunks, held)
 

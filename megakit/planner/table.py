@@ -17,11 +17,11 @@ def make_table(cfg: Config, grid: Grid) -> Schedule:
     """The schedule of a step with the whole batch. Raises Refused where it can't take a size of the batch."""
     p = cfg.parallel
     generators.placement(p.schedule, p.pp, p.virtual_stages)
-    _check_blocks(cfg, grid)
+    check_blocks(cfg, grid)
     return generators.make(p.schedule, p.pp, micro_batches(cfg, grid), p.virtual_stages)
 
 
-def _check_blocks(cfg: Config, grid: Grid) -> None:
+def check_blocks(cfg: Config, grid: Grid) -> None:
     """That all sizes of the batch are whole blocks of pp micro-batches, where the schedule takes them so."""
     t, p = cfg.train, cfg.parallel
     if p.schedule != "interleaved_1f1b":

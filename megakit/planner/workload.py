@@ -172,6 +172,14 @@ class Workload:
         return self.seq * self.micro_batch_size * self.micro_batches * self.dp
 
     @property
+    def rank_layers(self) -> list[int]:
+        """Layers of each place on the pp axis."""
+        stages, p = self.stage_layers, self.pp
+        if self.schedule == "zb_v":
+            return [stages[r] + stages[2 * p - 1 - r] for r in range(p)]
+        return [sum(stages[r::p]) for r in range(p)]
+
+    @property
     def layer_elements(self) -> int:
         """Elements of a layer's matrices on one rank."""
         width = self.head_dim * (2 * self.heads + 2 * self.kv_heads)

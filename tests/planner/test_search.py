@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 
@@ -10,10 +11,15 @@ from megakit.config import rules
 from megakit.config.compose import compose
 from megakit.config.typed import replace
 from megakit.errors import Refused
+from megakit.modeling.layout import model_stages
+from megakit.parallel.grid import Grid
+from megakit.planner.candidates import candidates
 from megakit.planner.hardware import find
-from megakit.planner.memory import RESERVED
+from megakit.planner.memory import RESERVED, peaks
 from megakit.planner.plan import make_plan
-from megakit.planner.search import BEST, Found, _candidates, search
+from megakit.planner.search import BEST, search
+from megakit.planner.sizes import Sizes
+from megakit.planner.table import make_table
 from megakit.planner.timing import estimate
 from megakit.planner.widths import GIB
 from megakit.planner.workload import Workload
@@ -110,7 +116,86 @@ def test_long_sequences_are_cut_over_context_parallel_ranks():
 def test_zero_bubble_schedules_are_tried_where_there_is_no_room_for_chunks():
     """On as many stages as layers nothing can be interleaved."""
     cfg = compose(["+recipe=gpt2_124m", "cluster.nodes=12", "train.global_batch_size=96", "train.micro_batch_size=1"])
-    deep = [f for f in (Found(k, estimate(w, H100)) for k, w in _candidates(cfg, H100, 96)) if f.value("parallel.pp") == 12]
-    assert {f.value("parallel.schedule") for f in deep} == {"1f1b", "zb_h1"}
-    assert min(deep, key=lambda f: f.step.seconds).value("parallel.schedule") == "zb_h1"
-    assert not any(f.value("parallel.recompute") == "full" for f in deep if f.value("parallel.schedule") == "zb_h1")
+    deep = [c for c in candidates(cfg, H100, 96) if c.keys["parallel.pp"] == 12]
+    assert {c.keys["parallel.schedule"] for c in deep} == {"1f1b", "zb_h1"}
+    assert min(deep, key=lambda c: estimate(c.workload, H100).seconds).keys["parallel.schedule"] == "zb_h1"
+    assert not any(c.keys["parallel.recompute"] == "full" for c in deep if c.keys["parallel.schedule"] == "zb_h1")
+
+
+SMALL = ["+recipe=llama7b", "cluster.nodes=1", "model.num_layers=4", "model.hidden_size=1536", "model.ffn_hidden_size=4608",
+         "model.num_attention_heads=12", "model.num_query_groups=12", "model.vocab_size=8000",
+         "parallel.bucket_size=2000000"]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("keys", "memories"),
+    [
+        (["cluster.gpus_per_node=4", "train.global_batch_size=4"],
+         {80: "zero=1", 2.4: "zero=2", 1.8: "recompute=full", 1.3: "zero=3"}),
+        (["cluster.gpus_per_node=2", "cluster.nodes=2", "train.global_batch_size=4"], {2.0: "recompute=full", 1.5: "tp=2"}),
+        (["cluster.gpus_per_node=6", "train.global_batch_size=4"], {80: "tp=3"}),
+        (["cluster.gpus_per_node=3", "train.global_batch_size=2"], {80: "tp=3"}),
+        (["cluster.gpus_per_node=6", "train.global_batch_size=2", "train.seq_len=12288", "model.rope_scaling=linear",
+          "model.rope_factor=4", "optim=muon"], {80: "cp=3", 1.3: "cp=6"}),
+    ],
+    ids=["node of 4", "two nodes", "node of 6", "node of 3", "muon, long"],
+)  # fmt: skip
+def test_the_best_is_that_of_all_grids_there_are(keys, memories):
+    """Every combination of the keys that are searched, through the recipe's own rules and the plan's own bytes."""
+    cfg = compose([*SMALL, *keys], checked=False)
+    node, world = cfg.cluster.gpus_per_node, rules.planned_world(cfg)
+    gpu = dataclasses.replace(H100, gpus_per_node=node, nvlink_domain=node)
+    grids = {repr(keys): (estimate(Workload.of(changed), gpu).seconds, changed) for keys, changed in _all_grids(cfg, world)}
+    order = sorted(grids, key=lambda keys: grids[keys][0])
+    for memory, expected in memories.items():
+        best = search(cfg, dataclasses.replace(gpu, memory_gib=memory)).best[0]
+        limit = memory * GIB * (1 - RESERVED)
+        fastest = next(keys for keys in order if max(p.total for p in peaks(grids[keys][1])) <= limit)
+        assert best.step.seconds == pytest.approx(grids[fastest][0], rel=1e-9), (best.overrides, fastest)
+        assert f"parallel.{expected}" in best.overrides
+
+
+def _all_grids(cfg, world):
+    numbers = [n for n in range(1, world + 1) if world % n == 0]
+    pipelines = [("1f1b", 1), ("gpipe", 1), ("zb_h1", 1), ("zb_v", 2), *(("interleaved_1f1b", v) for v in (2, 3, 4))]
+    for tp, pp, cp in itertools.product(numbers, repeat=3):
+        dp = world // (tp * pp * cp)
+        if dp * tp * pp * cp != world or (cp > 1 and cfg.train.seq_len < 8192):
+            continue
+        rest = itertools.product(pipelines if pp > 1 else pipelines[:1], range(4 if pp == 1 else 3), (None, 2, 3, 4), (1, 2, 4),
+                                 ("none", "selective", "full"))  # fmt: skip
+        cut = tp > 1 and cfg.train.seq_len % (2 * cp * tp) == 0  # what sequence parallelism costs is less than it is worth
+        for (schedule, chunks), zero, group, micro, recompute in rest:
+            if cfg.train.global_batch_size % (micro * dp) or cfg.train.global_batch_size // (micro * dp) < pp:
+                continue  # refused, and a starved pipeline
+            keys = {"parallel.tp": tp, "parallel.pp": pp, "parallel.cp": cp, "parallel.dp": dp, "parallel.zero": zero,
+                    "parallel.zero_group": group, "parallel.schedule": schedule, "parallel.virtual_stages": chunks,
+                    "parallel.recompute": recompute, "parallel.sequence_parallel": cut, "train.micro_batch_size": micro,
+                    "parallel.bucket_size": cfg.parallel.bucket_size if zero < 3 else 40_000_000}  # fmt: skip
+            try:
+                changed = replace(cfg, keys)
+                rules.check(changed)
+                changed = rules.resolve(changed, world)
+                make_table(changed, Grid(dp, pp, cp, tp, group))
+                model_stages(changed)
+            except Refused:
+                continue
+            yield keys, changed
+
+
+def test_bytes_are_the_plans_and_bounded_by_arithmetic(recipe):
+    sizes = Sizes(recipe, 40 * GIB)
+    tried = list(candidates(recipe, H100, 16))
+    for one in tried[:: len(tried) // 40]:
+        plan = make_plan(replace(recipe, one.keys))
+        assert sizes.of(one) == plan.stages[plan.worst_stage].total_bytes
+        assert sizes.at_least(one) <= sizes.of(one)
+
+
+def test_a_stage_in_the_middle_may_be_the_fullest():
+    """126 layers on 32 stages: the ends have three, those between them four."""
+    cfg = compose(["+recipe=llama70b", "model.num_layers=126", "cluster.nodes=16"])
+    (one, *_) = (c for c in candidates(cfg, H100, 128) if c.keys["parallel.pp"] == 32 and c.keys["parallel.recompute"] == "full")
+    plan = make_plan(replace(cfg, one.keys))
+    assert 0 < plan.worst_stage < 31
+    assert Sizes(cfg, 0).of(one) == plan.stages[plan.worst_stage].total_bytes
