@@ -53,7 +53,7 @@ class Stack:
     """Time of a layer relative to the constants of the GPU: what one program does better or worse throughout."""
 
 
-MEGAKIT = Stack("megakit", fused=False, loss_bytes=40, stops_early=True)
+MEGAKIT = Stack("megakit", fused=False, loss_bytes=40)
 
 
 @dataclass(frozen=True)

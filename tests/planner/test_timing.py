@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -12,9 +13,11 @@ from megakit.config.compose import compose
 from megakit.config.schema import Config
 from megakit.modeling.layout import parameter_count
 from megakit.observe.flops import flops_per_token
+from megakit.parallel.grid import Grid
 from megakit.planner import hardware, kernels, timing
 from megakit.planner.kernels import Kernels
 from megakit.planner.links import Links
+from megakit.planner.traffic import step_traffic
 from megakit.planner.workload import Stack, Workload
 from tests.config.tiny import tiny
 
@@ -143,6 +146,20 @@ def test_a_group_with_more_ranks_of_a_node_drives_more_network_cards():
     whole, half = (Links(replace(w, zero_group=g), H100) for g in (16, 8))
     assert half.shards(1e9) < whole.shards(1e9) and whole.copies(1e9) == 0 < half.copies(1e9)
     assert whole.broadcasts() == 0 < Links(replace(w, stack=replace(w.stack, broadcasts=True)), H100).broadcasts()
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_what_is_recomputed_is_the_whole_forward_pass_as_the_ledger_of_messages_has_it(sequence_parallel):
+    """The engine's linear layers keep their input when they have made their output: the last one's too is made again."""
+    cfg, sent = resolved("parallel.recompute=full", f"parallel.sequence_parallel={sequence_parallel}"), Counter[str]()
+    for messages in step_traffic(cfg, Grid.of(cfg.parallel), pp=1):
+        sent[messages.what] += messages.sent
+    again, forward = (sum(sent[f"{what}: {end}"] for end in ("enter", "leave")) for what in ("recomputed layers", "layers"))
+    assert again == forward > 0
+    w = Workload.of(cfg)
+    made = Kernels(w, H100, Links(w, H100))
+    layer = made.layer()
+    assert made.recomputed(layer) == layer.forward
 
 
 def test_traits_of_a_program_cost_what_they_say():
