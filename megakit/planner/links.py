@@ -80,6 +80,15 @@ class Links:
         """A reduce-scatter or all-gather over all replicas."""
         return self._replicas(self.replicas, self.replicas_per_node, full_bytes, messages)
 
+    def all_to_all(self, size: int, per_node: int, rank_bytes: float) -> float:
+        """What a rank sends to all others alike: to those of its node over NVLink, to the rest through its own card."""
+        if size <= 1:
+            return 0.0
+        near = min(size, per_node) - 1
+        _, latency = self.ring(size, per_node)
+        moved = near * rank_bytes / self.nvlink + (size - 1 - near) * rank_bytes / self.network
+        return moved / size + latency
+
     def _replicas(self, n: int, per_node: int, full_bytes: float, messages: float) -> float:
         if n <= 1:
             return 0.0

@@ -14,6 +14,7 @@ from megakit.parallel.pipeline import generators, schedule
 from megakit.planner.hardware import Gpu
 from megakit.planner.kernels import STREAM, Kernels, Parts, Piece
 from megakit.planner.links import Links
+from megakit.planner.orthogonal import orthogonalisation
 from megakit.planner.workload import BYTES, Workload
 
 AT_ONCE = 0.1
@@ -160,9 +161,10 @@ class _Step:
             hidden_cp += m * w.stage_layers[s] * self.layer.hidden_cp
         bubble = pipeline - m * busy[worst]
         layers = max(sum(w.stage_layers[s] for s in held) for held in ranks)
-        elements = layers * w.layer_elements + w.table_elements * (1 if w.pp > 1 or w.tied else 2)
+        tables = w.table_elements * (1 if w.pp > 1 or w.tied else 2)
+        elements = layers * w.layer_elements + tables
         dp_exposed, dp_hidden = self.data_parallel(elements, layers, pipeline, busy[worst])
-        optimizer = self.optimizer(elements)
+        optimizer = self.optimizer(elements, tables)
         lag = 1.0 + self.gpu.fitted.straggler * max(0.0, math.log2(w.world / 8))
         known = pipeline + dp_exposed + optimizer
         seconds = known * lag
@@ -222,13 +224,16 @@ class _Step:
         exposed = (pipeline**BLEND + beside**BLEND) ** (1 / BLEND) - pipeline + IN_THE_WAY * traffic
         return exposed, max(0.0, traffic - exposed)
 
-    def optimizer(self, elements: int) -> float:
-        """Clip, step, and write the new weights: memory traffic of this rank's shard, and zeroing of the gradients."""
+    def optimizer(self, elements: int, tables: int) -> float:
+        """Clip, step, and write the new weights: memory traffic of this rank's shard, and zeroing of the gradients; Muon's
+        products and messages. `tables` of the elements are of the embedding and the head."""
         w = self.w
-        shard = elements / max(1, min(w.zero_group, self.links.replicas)) if w.zero else elements
-        moved = shard * (8 * w.states_per_parameter + 2 * w.gradient_bytes + 2)
-        moved += w.gradient_bytes * (shard if w.zero == 3 else elements)
-        return moved / (self.gpu.memory_tb_s * 1e12 * STREAM)
+        ranks = max(1, min(w.zero_group, self.links.replicas)) if w.zero else 1
+        states = w.states_per_parameter * (elements - tables) + w.states_of_tables * tables
+        written = 0 if w.precision == "fp32" else 2  # fp32 weights are stepped themselves
+        moved = (8 * states + (2 * w.gradient_bytes + written) * elements) / ranks
+        moved += w.gradient_bytes * (elements / ranks if w.zero == 3 else elements)
+        return moved / (self.gpu.memory_tb_s * 1e12 * STREAM) + orthogonalisation(w, self.kernels, self.links)
 
 
 def _beside(traffic: float, window: float) -> float:

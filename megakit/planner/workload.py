@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import astuple, dataclass
 from functools import lru_cache
 
+from megakit.config import algorithms
 from megakit.config.schema import Config, ModelConfig
 from megakit.modeling.balance import head_dim
 from megakit.modeling.layout import model_stages, padded_vocabulary
@@ -106,13 +107,17 @@ class Workload:
     recompute_layers: int | None = None
     """Of each pipeline rank, with recompute full; None: all."""
     states_per_parameter: int = 3
-    """fp32 numbers of the optimizer per parameter, the master among them."""
+    """fp32 numbers of the optimizer per element of the layers' matrices, the master (in fp32 the weight) among them."""
+    states_of_tables: int = 3
+    """The same of the embedding and the head, which Muon leaves to AdamW."""
+    ns_steps: int = 0
+    """Newton-Schulz iterations of Muon; 0: another optimizer."""
     stack: Stack = MEGAKIT
 
     @classmethod
     def of(cls, cfg: Config, stack: Stack = MEGAKIT) -> Workload:
         """Of a resolved recipe (rules.resolve). Raises Refused where its layers don't fit the stages."""
-        p, t = cfg.parallel, cfg.train
+        p, t, muon = cfg.parallel, cfg.train, cfg.optim.name == "muon"
         grid = Grid.of(p)
         return cls.of_model(
             cfg.model,
@@ -135,6 +140,9 @@ class Workload:
             gradient_bytes={"fp32": 4, "bf16": 2}[t.grad_dtype],
             recompute=p.recompute,
             recompute_layers=p.recompute_layers,
+            states_per_parameter=1 + len(algorithms.kept(cfg.optim, cfg.optim.name)),
+            states_of_tables=1 + len(algorithms.kept(cfg.optim, "adamw" if muon else cfg.optim.name)),
+            ns_steps=(cfg.optim.ns_steps or algorithms.NS_STEPS) if muon else 0,
             stack=stack,
         )
 
