@@ -95,7 +95,8 @@ def test_it_is_part_of_the_optimizers_time():
     free = dataclasses.replace(H100, nvlink_gb_s=1e9, network_gb_s=1e9)
     products = estimate(muon, free).optimizer - estimate(adamw, free).optimizer
     flops = 5 * (3 * (4 * 4096**2 * 11008 + 2 * 4096**3) + 4 * 6 * 4096**3)
-    assert products == pytest.approx(flops / (989e12 * H100.fitted.gemm), rel=0.15)
+    ideal = flops / (989e12 * H100.fitted.gemm)
+    assert ideal < products < 1.3 * ideal, "and the bytes, the last tiles and the starts of 14 messages"
     messages = estimate(muon, H100).optimizer - estimate(adamw, H100).optimizer - products
     sent = 2 * 2 * (3 * 4096 * 11008 + 4 * 4096**2) / 32  # bf16, there and back, to each rank
     across, inside = sent * 24 / (50e9 * H100.fitted.network), sent * 7 / (450e9 * H100.fitted.nvlink)
