@@ -13,12 +13,15 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))  # so that the plain command finds this clone from anywhere
+
 from tests.pool import Pool
 from tests.train.features import FEATURES, LAYOUTS, STEPS, TOLERANCE, Feature, config, layouts, reference_curve, world
 from tests.train.parity import assemble, train, worst
 
 BEGIN, END = "<!-- made by benchmarks/parity.py --write -->\n", "<!-- end -->\n"
-DOC = Path(__file__).parent.parent / "docs" / "parity.md"
+DOC = ROOT / "docs" / "parity.md"
 
 
 def measure(rows: list[Feature]) -> Iterator[tuple[Feature, dict[str, float]]]:

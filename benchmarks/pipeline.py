@@ -10,12 +10,16 @@ the last, the best of three steps; idle is 1 - work / (ranks x time).
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # so that the plain command finds this clone from anywhere
 
 from megakit.parallel.comm import Comm
 from megakit.parallel.deferred import DeferredGrads

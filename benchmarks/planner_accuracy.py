@@ -20,11 +20,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))  # so that the plain command finds this clone from anywhere
+
 from benchmarks.accuracy import fit, judge, memory, rows
 from benchmarks.accuracy.stacks import FACTORS
 from megakit.planner import hardware
 
-ROOT = Path(__file__).parent.parent
 DEFAULT = ROOT.parent / "shared" / "reference" / "measured_runs.csv"
 DOC = ROOT / "docs" / "planner_accuracy.md"
 BEGIN, END = "<!-- made by benchmarks/planner_accuracy.py --held-out --write -->\n", "<!-- end -->\n"

@@ -1,6 +1,6 @@
 """Peak memory by megakit's planner and by its peers, on published runs whose peak of allocated bytes was printed.
 
-    PYTHONPATH=. python benchmarks/planner_peers.py [--rows FILE.csv] [--all]
+    python benchmarks/planner_peers.py [--rows FILE.csv] [--all]
 
 Nothing is fitted by anyone. Megatron-LM's report (its theoretical_memory_utils) and DeepSpeed's ZeRO estimator are written
 down here as their documentation has them; llm-analysis is asked itself where it is installed (pip install llm-analysis).
@@ -18,6 +18,8 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # so that the plain command finds this clone from anywhere
 
 from benchmarks.accuracy.memory import EXACT, memory_of
 from benchmarks.accuracy.rows import Row, Unjudged, prepared, read, workload_of

@@ -25,9 +25,9 @@ from pathlib import Path
 import sentencepiece
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT))  # so that the plain command finds this clone from anywhere
 
-from tools.demo_data import find_speeches, make  # noqa: E402
+from tools.demo_data import find_speeches, make
 
 
 @dataclass

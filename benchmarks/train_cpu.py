@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -22,6 +24,8 @@ import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # so that the plain command finds this clone from anywhere
 
 from megakit.config.schema import Config
 from megakit.modeling.layout import head_dim, parameter_count
