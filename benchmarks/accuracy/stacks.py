@@ -32,6 +32,8 @@ class Source:
     """Standard deviation of the logarithm of its stack's factor before it is fitted."""
     fitted: bool = True
     """Its runs take part in a fit; else they are only judged."""
+    by_cost: bool = False
+    """Its pipeline stages are cut by the FLOPs of layers and head, not by the number of layers."""
     models: str = ""
     """Only models whose name begins so."""
     note: str = ""
@@ -47,6 +49,11 @@ MEGATRON_2021 = Stack(
     "megatron-lm 2021", flash=False, loss_bytes=40, dp_overlap=False, pp_overlap=False, pp_scatter=True, dp_inside=True
 )
 MEGATRON_DEEPSPEED = replace(MEGATRON_2021, name="megatron-deepspeed", checkpoint_s=1e-3)
+BIGSCIENCE = replace(MEGATRON_DEEPSPEED, name="bigscience", host_s=1e-3)
+"""With CUDA_LAUNCH_BLOCKING=1 against hangs on 20 nodes and more: some 40 kernels of a layer, each about 25 us late."""
+EARLY = replace(BIGSCIENCE, name="bigscience until 02-24")
+"""On 25 February 2022 its machine's PCIe and NUMA settings were mended: "all TFLOPs have changed for the better"."""
+DAYS = ("02-20", "02-21", "02-23", "02-24")
 FSDP = Stack("llm-foundry", fused=False, loss_bytes=40, flash_version=1, stops_early=True, accumulates=False)
 COMPILED = Stack("fsdp, compiled", loss_bytes=32, flash_version=2, stops_early=True, accumulates=False)
 EAGER = Stack("fsdp, eager", fused=False, loss_bytes=40, flash_version=2, stops_early=True, accumulates=False)
@@ -55,8 +62,13 @@ SEQUENCE = {"seq_parallel": "yes"}
 SOURCES = (
     Source("vTrain", replace(MEGATRON_DEEPSPEED, name="vtrain"), network_gb_s=12.5, gradient_bytes=2, group="vTrain"),
     Source("MosaicML llm-foundry", FSDP, spread=0.16, group="llm-foundry"),
-    Source("BigScience 176B", replace(MEGATRON_DEEPSPEED, name="bigscience"), network_gb_s=6.25, group="BigScience"),
-    Source("BLOOM", replace(MEGATRON_DEEPSPEED, name="bigscience"), network_gb_s=6.25, group="BigScience"),
+    *(Source("BigScience 176B", EARLY, network_gb_s=6.25, group="BigScience", note=day) for day in DAYS),
+    *(
+        Source("BigScience 176B", replace(EARLY, host_s=0.0), network_gb_s=6.25, group="BigScience", models=model, why="one node")
+        for model in ("gpt-18b", "gpt-20b")
+    ),
+    Source("BigScience 176B", BIGSCIENCE, network_gb_s=6.25, group="BigScience"),
+    Source("BLOOM", BIGSCIENCE, network_gb_s=6.25, group="BigScience"),
     Source("Megatron PTD-P", MEGATRON_2021, gradient_bytes=2, group="SC21"),
     Source("MT-NLG", replace(MEGATRON_2021, name="mt-nlg"), spread=0.16, gradient_bytes=2, group="SC21"),
     Source(
@@ -103,7 +115,7 @@ SOURCES = (
     ),
     Source("torchtitan", replace(COMPILED, name="torchtitan, rowwise"), spread=0.16, group="torchtitan", note="rowwise"),
     Source("KempnerInstitute", replace(EAGER, name="kempnerforge"), gpus_per_node=4, group="KempnerForge", fitted=False),
-    Source("huggingface/nanotron", replace(EAGER, name="nanotron"), group="nanotron", fitted=False),
+    Source("huggingface/nanotron", replace(EAGER, name="nanotron"), group="nanotron", fitted=False, by_cost=True),
     Source(
         "BigScience Jean-Zay V100",
         replace(MEGATRON_DEEPSPEED, name="jean-zay"),

@@ -145,8 +145,8 @@ class Kernels:
         forward = 10 * h + act_f * ffn + rope + bias
         backward = 12 * h + act_b * ffn + rope
         scale = self.rows * self.width * self.f.elementwise / self.bandwidth
-        kernels = 14 if eager else 8
-        return forward * scale + kernels * LAUNCH, backward * scale + kernels * LAUNCH
+        launches, host = LAUNCH * (14 if eager else 8), w.stack.host_s
+        return forward * scale + launches + host, backward * scale + launches + 2 * host
 
     def attention(self) -> tuple[float, float]:
         """The core: scores, softmax, weighted sum; forward and backward."""

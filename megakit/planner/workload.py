@@ -46,6 +46,9 @@ class Stack:
     """Recomputation of a layer ends where its last product begins, whose output the backward pass doesn't need (torch's does)."""
     checkpoint_s: float = 0.0
     """Seconds for which the GPU waits when a layer's recomputation starts: old programs read its random state back first."""
+    host_s: float = 0.0
+    """Seconds for which the GPU waits for the host in a layer's forward pass, where kernels are launched one after another's
+    end (CUDA_LAUNCH_BLOCKING=1); twice that backward."""
     pp_scatter: bool = False
     """Transfers are cut over the tp ranks also without sequence parallelism."""
     dp_inside: bool = False
