@@ -241,6 +241,7 @@ def workload_of(row: Row, source: Source) -> Workload:
         sequence_parallel=tp > 1 and row.get("seq_parallel", "").lower() == "yes",
         precision=precision,
         gradient_bytes=2 if pure else source.gradient_bytes,
+        bucket_size=max(40_000_000, 1_000_000 * group),  # as Megatron-Core sizes them
         recompute=recompute,
         recompute_layers=layers,
         stack=source.stack,

@@ -117,10 +117,8 @@ class Kernels:
             forward, backward_x, backward_w = forward + f, backward_x + x, backward_w + g
         memory_f, memory_b = self.elementwise(queries, keys, ffn)
         if self.fp8:
-            cast = self.rows * 4 * self.f.cast / self.bandwidth
-            fixed = self.f.fp8_layer_us * 1e-6 / 3
-            memory_f += cast * sum(k for k, _ in shapes) + fixed
-            memory_b += cast * sum(n for _, n in shapes) + 2 * fixed
+            cast_f, cast_b = self.casts(queries, keys, ffn, up)
+            memory_f, memory_b = memory_f + cast_f, memory_b + cast_b
         attention_f, attention_b = self.attention()
         tp_f, tp_b, tp_hidden = self.tensor_traffic()
         cp_f, cp_b, cp_hidden = self.context_traffic(attention_f, attention_b, keys)
@@ -131,6 +129,18 @@ class Kernels:
             tp_hidden,
             cp_hidden,
         )
+
+    def casts(self, queries: float, keys: float, ffn: float, up: float) -> tuple[float, float]:
+        """To fp8, forward inputs and backward gradients of the linear layers: read in bf16, written as they are and transposed.
+
+        What sequence parallelism cuts is cast before it is gathered, and transposed after.
+        """
+        h, fixed = self.w.hidden, self.f.fp8_layer_us * 1e-6 / 3
+        whole = 4.0 if self.cut == 1 else 3.0 / self.cut + 2.0
+        scale = self.rows * self.f.cast / self.bandwidth
+        forward = whole * 2 * h + 4 * (queries + ffn)
+        backward = whole * 2 * h + 4 * (queries + 2 * keys + up)
+        return scale * forward + fixed, scale * backward + 2 * fixed
 
     def elementwise(self, queries: float, keys: float, ffn: float) -> tuple[float, float]:
         """Norms, residuals, activation, rotation: forward and backward."""
@@ -171,6 +181,8 @@ class Kernels:
             return 0.0, 0.0, 0.0
         one = self.links.tp(self.rows * w.hidden * self.width)
         forward, backward = 4 * one, (6 if w.sequence_parallel else 4) * one
+        if self.fp8 and w.sequence_parallel:  # two of four and four of six gather what is fp8 already
+            forward, backward = 3 * one, 4 * one
         share = self.f.tp_exposed if w.stack.tp_overlap else 1.0
         return forward * share, backward * share, (forward + backward) * (1 - share)
 

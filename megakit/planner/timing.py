@@ -23,8 +23,6 @@ BLEND = 4.0
 """ZeRO 3: computation and traffic of a step take (T^q + C^q)^(1/q)."""
 IN_THE_WAY = 0.25
 """Share of ZeRO 3's traffic that slows computation down: the first layer's gather, and what collectives take of the GPU."""
-BUCKET = 40e6
-"""Elements that ZeRO 0 to 2 reduce in one message."""
 PP_EXPOSED = 0.2
 """Share of the transfers between stages that isn't hidden where the stack overlaps them."""
 
@@ -199,7 +197,7 @@ class _Step:
             return 0.0, 0.0
         if w.zero == 3 and w.zero_group > 1:
             return self._fully_sharded(elements, layers, pipeline)
-        messages = max(1.0, elements / BUCKET)
+        messages = max(1.0, elements / w.bucket_size)
         gradients, weights = elements * w.gradient_bytes, elements * weight
         if w.zero == 0 or w.zero_group == 1:
             reduce, gather = 2 * links.all(gradients, messages), 0.0

@@ -105,6 +105,8 @@ class Workload:
     precision: str = "bf16"
     """bf16 | fp16 | fp32 | fp8 (linear layers in fp8, the rest in bf16)."""
     gradient_bytes: int = 4
+    bucket_size: int = 40_000_000
+    """Elements that ZeRO 0 to 2 reduce in one message."""
     recompute: str = "none"
     """none | selective | full | alternate (every other matrix product and all between them)."""
     recompute_layers: int | None = None
@@ -141,6 +143,7 @@ class Workload:
             cp_gather=p.cp_comm_type == "all_gather",
             precision=t.precision,
             gradient_bytes={"fp32": 4, "bf16": 2}[t.grad_dtype],
+            bucket_size=p.bucket_size,
             recompute=p.recompute,
             recompute_layers=p.recompute_layers,
             states_per_parameter=1 + len(algorithms.kept(cfg.optim, cfg.optim.name)),
