@@ -1,7 +1,8 @@
 """Fitting the constants of a chip to runs: soft-L1 on the logarithm of predicted over measured time, log-normal priors.
 
-Each constant is pulled towards what micro-benchmarks of the chip show; each program gets one factor, pulled towards 1. The
-solver is Gauss-Newton with reweighting, on numeric derivatives: the model is nearly a product of powers near the priors.
+Each constant is pulled towards what micro-benchmarks of the chip show; each program gets one factor, pulled towards 1, and
+each of its releases one, pulled towards 1 harder. The solver is Gauss-Newton with reweighting, on numeric derivatives: the
+model is nearly a product of powers near the priors.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ NAMES = tuple(f.name for f in dataclasses.fields(Fitted))
 SCALE = 0.04
 """Errors beyond this share count by their size, not by their square."""
 STEP = 0.02
+RELEASES = 0.016
+"""Standard deviation of the logarithm of a release's factor: equal runs of successive releases scatter by so much."""
 
 Prior = tuple[float, float]
 """Median, and the standard deviation of the logarithm."""
@@ -49,6 +52,10 @@ class Constants:
 
     fitted: dict[str, float]
     factors: dict[str, float]
+    """Of programs and of their releases, by Run.names; a run's own is their product."""
+
+    def factor(self, run: Run) -> float:
+        return math.prod(self.factors.get(name, 1.0) for name in run.names)
 
 
 def predicted(run: Run, fitted: Fitted, factor: float) -> float:
@@ -60,9 +67,7 @@ def predicted(run: Run, fitted: Fitted, factor: float) -> float:
 def errors(runs: Sequence[Run], constants: Constants) -> np.ndarray:
     """log(predicted time / measured time)."""
     fitted = Fitted(**constants.fitted)
-    return np.array(
-        [-math.log(predicted(r, fitted, constants.factors.get(r.stack, 1.0)) / r.tokens_per_s) for r in runs], dtype=float
-    )
+    return np.array([-math.log(predicted(r, fitted, constants.factor(r)) / r.tokens_per_s) for r in runs], dtype=float)
 
 
 class Problem:
@@ -70,19 +75,19 @@ class Problem:
 
     def __init__(self, chip: str, runs: Sequence[Run]):
         self.runs, self.priors = list(runs), PRIORS[chip]
-        self.stacks = sorted({r.stack for r in runs})
-        self.mean = np.array([math.log(self.priors[n][0]) for n in NAMES] + [0.0] * len(self.stacks))
-        self.sd = np.array([self.priors[n][1] for n in NAMES] + [self._spread(s) for s in self.stacks])
+        programs = {r.names[0]: r.source.spread for r in self.runs}
+        releases = {name: RELEASES for r in self.runs for name in r.names[1:]}
+        self.factors = [*sorted(programs), *sorted(releases)]
+        spreads = [{**programs, **releases}[name] for name in self.factors]
+        self.mean = np.array([math.log(self.priors[n][0]) for n in NAMES] + [0.0] * len(spreads))
+        self.sd = np.array([self.priors[n][1] for n in NAMES] + spreads)
         self.x = self.mean.copy()
-
-    def _spread(self, stack: str) -> float:
-        return next(r.source.spread for r in self.runs if r.stack == stack)
 
     def constants(self, x: np.ndarray) -> Constants:
         values = np.exp(x)
         shares = ("gemm", "gemm_fp8", "attention", "tp_exposed", "nvlink", "network")
         fitted = {n: float(min(v, 1.0) if n in shares else v) for n, v in zip(NAMES, values)}
-        return Constants(fitted, {s: float(v) for s, v in zip(self.stacks, values[len(NAMES) :])})
+        return Constants(fitted, {s: float(v) for s, v in zip(self.factors, values[len(NAMES) :])})
 
     def linearise(self) -> tuple[np.ndarray, np.ndarray]:
         """Errors at x and their derivatives."""
@@ -93,10 +98,11 @@ class Problem:
             moved[i] += STEP
             jacobian[:, i] = (errors(self.runs, self.constants(moved)) - e) / STEP
         moved = self.x.copy()
-        moved[len(NAMES) :] += STEP
+        moved[len(NAMES) : len(NAMES) + len({r.names[0] for r in self.runs})] += STEP
         slope = (errors(self.runs, self.constants(moved)) - e) / STEP
-        for i, run in enumerate(self.runs):  # a run has the factor of one program
-            jacobian[i, len(NAMES) + self.stacks.index(run.stack)] = slope[i]
+        for i, run in enumerate(self.runs):  # its factors are multiplied: the slope of one is that of each
+            for name in run.names:
+                jacobian[i, len(NAMES) + self.factors.index(name)] = slope[i]
         return e, jacobian
 
     def solve(self, e: np.ndarray, jacobian: np.ndarray, keep: np.ndarray) -> np.ndarray:

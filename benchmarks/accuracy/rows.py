@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.accuracy.stacks import Source, factor, source_of
+from benchmarks.accuracy.stacks import Source, factor, names_of, source_of
 from megakit.config.schema import ModelConfig
 from megakit.errors import Refused
 from megakit.modeling.layout import split_layers
@@ -82,6 +82,11 @@ class Run:
         return self.workload.stack.name
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """Of what its factor is made: its program, and the release where the source has one."""
+        return names_of(self.source, self.row)
+
+    @property
     def group(self) -> str:
         """What its error is reported under."""
         return f"{self.source.group}, {self.gpu.name}, {self.workload.precision}"
@@ -125,7 +130,7 @@ def run_of(row: Row) -> Run:
     if source.gpus_per_node:
         gpu = replace(gpu, gpus_per_node=source.gpus_per_node, nvlink_domain=source.gpus_per_node)
     workload = workload_of(row, source)
-    workload = replace(workload, stack=replace(source.stack, factor=factor(source.stack, gpu.fitted_on)))
+    workload = replace(workload, stack=replace(source.stack, factor=factor(names_of(source, row), gpu.fitted_on)))
     measured = tokens_per_s(row, workload, gpu)
     if not 0 < measured < math.inf:
         raise Unjudged(f"throughput {measured:g}")

@@ -7,6 +7,8 @@ than the constants of the GPU say.
 from __future__ import annotations
 
 import json
+import math
+import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -142,8 +144,15 @@ def source_of(row: dict[str, str]) -> Source:
     return found
 
 
-def factor(stack: Stack, chip: str) -> float:
-    """The fitted factor of a program on a chip; that of another chip where it has none, and 1 for an unknown program."""
+def names_of(source: Source, row: dict[str, str]) -> tuple[str, ...]:
+    """Of the factors that make up a row's: its program, and its release (24.11, ...) where the source has one."""
+    release = re.search(r"\b(?:v?)(2\d\.\d\d)\b", row.get("source", ""))
+    return (source.stack.name, *([f"{source.stack.name} {release.group(1)}"] if release else []))
+
+
+def factor(names: tuple[str, ...], chip: str) -> float:
+    """The product of the fitted factors on a chip; a program's of other chips where it has none, and 1 for what is unknown."""
     known = json.loads(FACTORS.read_text()) if FACTORS.exists() else {}
-    others = [value for name, value in known.items() if name.startswith(f"{stack.name} on ")]
-    return known.get(f"{stack.name} on {chip}", sum(others) / len(others) if others else 1.0)
+    others = [value for name, value in known.items() if name.startswith(f"{names[0]} on ")]
+    program = known.get(f"{names[0]} on {chip}", sum(others) / len(others) if others else 1.0)
+    return program * math.prod(known.get(f"{name} on {chip}", 1.0) for name in names[1:])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import planner_accuracy
-from benchmarks.accuracy import fit, judge, memory, rows
+from benchmarks.accuracy import fit, judge, memory, rows, stacks
 from benchmarks.accuracy.stacks import UNKNOWN, source_of
 from megakit.planner.hardware import Fitted, find
 
@@ -125,3 +125,41 @@ def test_sources_are_told_apart():
     assert source_of({"source": "NVIDIA dgxc-benchmarking v9", "model": "llama2-70b"}).stack.name == "maxtext"
     assert source_of({"source": "NVIDIA dgxc-benchmarking v9", "model": "llama3-70b"}).stack.name == "nemo dgxc"
     assert source_of({"source": "torchtitan benchmarks", "model": "m", "note": "no compile; x"}).stack.name == "torchtitan, eager"
+
+
+def row(**columns: str) -> dict[str, str]:
+    return {"source": "BigScience 176B prequel sweeps (Megatron-DeepSpeed)", "model": "gpt-181b", **columns}
+
+
+def test_runs_before_and_after_a_repair_of_the_machine_are_programs_of_their_own():
+    early, late, node = row(note="02-23; layers as printed"), row(note="02-26; layers as printed"), row(note="x", model="gpt-20b")
+    assert source_of(early).stack.name == "bigscience until 02-24" and source_of(early).stack.host_s == 1e-3
+    assert source_of(late).stack.name == "bigscience" and source_of(late).stack.host_s == 1e-3
+    assert source_of(node).stack.host_s == 0.0
+
+
+def test_a_factor_is_its_programs_times_its_releases(monkeypatch, tmp_path):
+    known = tmp_path / "stacks.json"
+    known.write_text('{"nemo dgxc on h100": 0.9, "nemo dgxc 24.11 on h100": 1.1, "nemo dgxc on b200": 0.8}')
+    monkeypatch.setattr(stacks, "FACTORS", known)
+    source = source_of({"source": "NVIDIA dgxc-benchmarking v24.11.1", "model": "llama3-70b"})
+    names = stacks.names_of(source, {"source": "NVIDIA dgxc-benchmarking v24.11.1"})
+    assert names == ("nemo dgxc", "nemo dgxc 24.11")
+    assert stacks.factor(names, "h100") == pytest.approx(0.99)
+    assert stacks.factor(names[:1], "h100") == 0.9 and stacks.factor(("nemo dgxc", "nemo dgxc 25.02"), "h100") == 0.9
+    assert stacks.factor(names, "b300") == pytest.approx(0.85)  # of the other chips
+    assert stacks.factor(("new",), "h100") == 1.0
+
+
+def test_stages_by_cost_count_the_head_as_layers():
+    """nanotron, Llama 1.34B: 16 layers of 67 M, a head of 268 M parameters: 10 layers, then 6 and the head."""
+    sizes = {"layers": "16", "hidden": "2048", "heads": "32", "ffn": "8192", "vocab": "131072", "seq": "4096"}
+    model = rows.model_of(row(**sizes, model="llama-1.34B"))
+    assert rows.stages_by_cost(model, 2) == (10, 6) and rows.stages_by_cost(model, 1) == (16,)
+    assert sum(rows.stages_by_cost(model, 5)) == 16
+
+
+def test_the_rows_that_no_fit_has_seen_can_all_be_judged():
+    good, bad = rows.runs(rows.read(Path(planner_accuracy.__file__).parent / "accuracy" / "unseen.csv"))
+    assert len(good) == 56 and not bad
+    assert {r.group for r in good} >= {"BigScience, a100_80g, fp16", "NVIDIA, h100, bf16", "NVIDIA, h100, fp8"}

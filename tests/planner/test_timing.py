@@ -242,6 +242,41 @@ def test_gradients_in_fp32_move_more_memory():
     assert more - less == pytest.approx((8 - 4) * 8192 * 8192 / (H100.memory_tb_s * 1e12 * kernels.STREAM))
 
 
+def test_blocking_launches_cost_the_host_once_forward_and_twice_backward():
+    w = seventy()
+    blocked = replace(w, stack=replace(w.stack, host_s=1e-3))
+    slow, fast = (Kernels(x, H100, Links(x, H100)).layer() for x in (blocked, w))
+    assert slow.forward.memory - fast.forward.memory == pytest.approx(1e-3)
+    assert slow.input_gradient.memory - fast.input_gradient.memory == pytest.approx(2e-3)
+
+
+def test_in_fp8_what_sequence_parallelism_cuts_is_cast_before_it_is_gathered():
+    w = replace(seventy("parallel.tp=8"), precision="fp8")
+    cut, whole = (Kernels(replace(w, sequence_parallel=s), H100, Links(w, H100)) for s in (True, False))
+    h, queries, keys, ffn, up = w.hidden, w.hidden / 8, w.hidden / 64, w.ffn / 8, w.ffn / 4
+    byte = w.micro_batch_size * w.seq * H100.fitted.cast / (H100.memory_tb_s * 1e12 * kernels.STREAM)
+    for pass_, local in ((0, queries + ffn), (1, queries + 2 * keys + up)):
+        less = whole.casts(queries, keys, ffn, up)[pass_] - cut.casts(queries, keys, ffn, up)[pass_]
+        assert less == pytest.approx(byte * 2 * h * (4 - 3 / 8 - 2))  # read and written once in bf16's place, transposed whole
+        fixed = H100.fitted.fp8_layer_us * 1e-6 * (1 + pass_) / 3
+        assert whole.casts(queries, keys, ffn, up)[pass_] == pytest.approx(byte * 4 * (2 * h + local) + fixed)
+    one = cut.links.tp(w.micro_batch_size * w.seq * h * 2)
+    assert cut.tensor_traffic()[:2] == pytest.approx((3 * one, 4 * one))
+    wide = Kernels(replace(w, precision="bf16"), H100, Links(w, H100))
+    assert wide.tensor_traffic()[:2] == pytest.approx((4 * one, 6 * one))
+
+
+def test_larger_buckets_pay_their_latency_less_often():
+    w = seventy("parallel.tp=8", "parallel.pp=2", "parallel.zero=1")
+    assert w.bucket_size == 40_000_000
+    assert seventy("parallel.bucket_size=10000000").bucket_size == 10_000_000
+    times = [timing.estimate(replace(w, bucket_size=size), H100) for size in (1_000_000, 100_000_000)]
+    dp = [t.exposed["dp"] + t.hidden["dp"] for t in times]
+    links, elements = Links(w, H100), w.stage_layers[0] * w.layer_elements + w.table_elements
+    latency = links.ring(links.replicas, min(links.replicas, links.replicas_per_node))[1]
+    assert dp[0] - dp[1] == pytest.approx(2 * latency * elements * (1e-6 - 1e-8), rel=0.01)
+
+
 def test_a_recipes_layout_is_the_workloads():
     w = seventy("parallel.tp=4", "parallel.pp=4", "parallel.cp=2")
     assert (w.tp, w.pp, w.cp, w.dp, w.world) == (4, 4, 2, 4, 128)
