@@ -10,7 +10,6 @@ down here as their documentation has them; llm-analysis is asked itself where it
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,10 +20,9 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # so that the plain command finds this clone from anywhere
 
-from benchmarks.accuracy.memory import EXACT, memory_of
-from benchmarks.accuracy.rows import Row, Unjudged, prepared, read, workload_of
+from benchmarks.accuracy.memory import EXACT, memories, spread
+from benchmarks.accuracy.rows import Row, read
 from benchmarks.planner_accuracy import DEFAULT
-from megakit.errors import Refused
 from megakit.planner.widths import GIB
 from megakit.planner.workload import Workload
 
@@ -111,20 +109,13 @@ class Run:
 def runs(rows: list[Row], exact: bool) -> list[Run]:
     """Those that printed their memory and that the planner can plan."""
     out = []
-    for row in rows:
-        if not row.get("mem_gb") or row["mem_gb"] == "OOM":
-            continue
-        try:
-            ours = memory_of(row)
-            if exact and ours.group not in EXACT:
-                continue
-            w = workload_of(*prepared(row))
-        except (Unjudged, Refused, ValueError, ArithmeticError):
+    for ours in memories(rows)[0]:
+        if exact and ours.group not in EXACT:
             continue
         found = {"megakit": ours.predicted_gib}
         for name, peer in PEERS.items():
             try:
-                found[name] = peer(w) / GIB
+                found[name] = peer(ours.workload) / GIB
             except ImportError:
                 continue
         out.append(Run(ours.group, ours.measured_gib, found))
@@ -148,9 +139,7 @@ def main() -> int:
         for planner in ("megakit", *PEERS):
             errors = [100 * (r.predicted_gib[planner] / r.measured_gib - 1) for r in of_group if planner in r.predicted_gib]
             if errors:
-                sizes = [abs(e) for e in errors]
-                cells = (math.fsum(sizes) / len(sizes), max(sizes), min(errors), max(errors))
-                table.add_row(group, str(len(errors)), planner, *(f"{x:.1f}" for x in cells))
+                table.add_row(group, str(len(errors)), planner, *(f"{x:.1f}" for x in spread(errors).values()))
     Console(width=110).print(table)
     return 0
 

@@ -9,6 +9,7 @@ from megakit.config.schema import Config, ParallelConfig, TrainConfig
 from megakit.errors import Refused
 from megakit.planner.memory import MEGATRON_2021, TRANSFORMER_ENGINE, peaks
 from megakit.planner.widths import GIB
+from megakit.planner.workload import Workload
 
 EXACT = ("SimuMax",)
 """Groups with peaks of allocated bytes; the others are of the whole process, or of an allocator that was full."""
@@ -19,6 +20,7 @@ class Memory:
     """A run whose memory was printed."""
 
     row: Row
+    workload: Workload
     predicted_gib: float
     measured_gib: float
     group: str
@@ -47,16 +49,14 @@ def by_group(found: list[Memory]) -> dict[str, dict[str, float]]:
     out = {}
     for name in sorted({m.group for m in found}):
         errors = [100 * m.error for m in found if m.group == name]
-        sizes = [abs(e) for e in errors]
-        out[name] = {
-            "rows": len(errors),
-            "mean": sum(sizes) / len(sizes),
-            "max": max(sizes),
-            "lowest": min(errors),
-            "highest": max(errors),
-            "exact": float(name in EXACT),
-        }
+        out[name] = {"rows": len(errors), **spread(errors), "exact": float(name in EXACT)}
     return out
+
+
+def spread(errors: list[float]) -> dict[str, float]:
+    """Mean and largest absolute error, the lowest and the highest."""
+    sizes = [abs(e) for e in errors]
+    return {"mean": sum(sizes) / len(sizes), "max": max(sizes), "lowest": min(errors), "highest": max(errors)}
 
 
 def memory_of(row: Row) -> Memory:
@@ -90,4 +90,4 @@ def memory_of(row: Row) -> Memory:
         ),
     )
     worst = max(peaks(cfg, TRANSFORMER_ENGINE if w.stack.flash else MEGATRON_2021), key=lambda x: x.total)
-    return Memory(row, worst.total / GIB, float(row["mem_gb"]), source.group)
+    return Memory(row, w, worst.total / GIB, float(row["mem_gb"]), source.group)

@@ -69,6 +69,11 @@ def as_text(what: RenderableType) -> str:
     return "\n".join(line.rstrip() for line in out.file.getvalue().splitlines())  # type: ignore[attr-defined]
 
 
+def columns_table() -> Table:
+    """Empty, for columns under their names."""
+    return Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+
+
 def facts_table() -> Table:
     """Empty, for rows of a name and what is to say of it."""
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))

@@ -78,8 +78,12 @@ def deferred(cfg: Config, layout: StageLayout) -> int:
 
     Recomputation frees none of them: they count as what is kept without it, an upper bound.
     """
-    parallel = replace(cfg.parallel, recompute="none", recompute_layers=None)
-    return sum(line.bytes for line in ledger(replace(cfg, parallel=parallel), layout))
+    return sum(line.bytes for line in ledger(without_recomputation(cfg), layout))
+
+
+def without_recomputation(cfg: Config) -> Config:
+    """The recipe, but what the backward pass needs is kept."""
+    return replace(cfg, parallel=replace(cfg.parallel, recompute="none", recompute_layers=None))
 
 
 class _Sizes:

@@ -10,6 +10,8 @@ from megakit.optim.dealing import rounds
 from megakit.parallel.buckets import BucketLayout, Part
 from megakit.parallel.grid import Grid
 from megakit.parallel.shard import ParamSpec
+from megakit.planner.states import fully_sharded
+from megakit.planner.widths import WEIGHT_BYTES
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,9 +26,8 @@ def muon_messages(
     """(group, bytes) of each all-to-all of the rank at place `dp` of dp_shard and `tp` of tp: the larger of what it hands in
     and what it gets."""
     ranks = grid.size("dp_shard") if cfg.parallel.zero else 1
-    fully = cfg.parallel.zero == 3 and ranks > 1
-    cuts = list(_rows(chunks[0], ranks) if fully else _flat(buckets, ranks))
-    width = 4 if cfg.train.precision == "fp32" else 2
+    cuts = list(_rows(chunks[0], ranks) if fully_sharded(cfg, grid) else _flat(buckets, ranks))
+    width = WEIGHT_BYTES[cfg.train.precision]
     for found in rounds(cuts, ranks, grid.tp):
         here = found[dp * grid.tp : (dp + 1) * grid.tp]
         whole = sum(m.numel for m in here)

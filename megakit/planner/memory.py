@@ -24,8 +24,8 @@ from megakit.parallel.grid import Grid
 from megakit.parallel.pipeline import generators
 from megakit.parallel.pipeline.schedule import Op
 from megakit.parallel.shard import ParamSpec
-from megakit.planner.activations import MEGAKIT, Kept, Operators, deferred, ledger, peak
-from megakit.planner.states import states_of
+from megakit.planner.activations import MEGAKIT, Kept, Operators, deferred, ledger, peak, without_recomputation
+from megakit.planner.states import States, states
 from megakit.planner.table import make_table
 from megakit.planner.widths import GRADIENT_BYTES, WEIGHT_BYTES
 
@@ -69,8 +69,7 @@ class Held:
     layouts: Sequence[StageLayout]
     chunks: Sequence[dict[str, ParamSpec]]
     """The parameters of each."""
-    states: int
-    """Bytes of weights, gradients, optimizer states and padding."""
+    states: States
     buckets: int
     """Bytes of whole gradient buckets that ZeRO 2 has not cut yet."""
 
@@ -79,9 +78,7 @@ def held_at(cfg: Config, grid: Grid, rank: int) -> Held:
     """Of a resolved recipe."""
     layouts = rank_stages(cfg, rank)
     chunks = [stage_params(cfg, layout, grid.tp, 0) for layout in layouts]
-    state = states_of(cfg, grid, chunks)
-    total = state.weights + state.gradients + state.optimizer + state.padding
-    return Held(rank, layouts, chunks, total, _whole_buckets(cfg, grid, chunks))
+    return Held(rank, layouts, chunks, states(cfg, grid, chunks), _whole_buckets(cfg, grid, chunks))
 
 
 def stage_peak(cfg: Config, grid: Grid, rank: int, row: Sequence[Op], operators: Operators = MEGAKIT) -> Peak:
@@ -97,10 +94,10 @@ def peak_with(cfg: Config, grid: Grid, held: Held, row: Sequence[Op], operators:
     # layers are alike, what is recomputed goes by their number
     unlike = {len(layout.layers): (layout, chunk) for layout, chunk in zip(layouts, held.chunks)}
     layer = max(_layer(cfg, layout, chunk, operators) for layout, chunk in unlike.values())
-    at = [Peak(rank, held.states, in_layers, layer + held.buckets, "layers")]
+    at = [Peak(rank, held.states.total, in_layers, layer + held.buckets, "layers")]
     if any(layout.last for layout in layouts):
         of_loss = _loss(cfg, grid, operators) + held.buckets
-        at.append(Peak(rank, held.states, _in_flight(cfg, layouts, row, lines), of_loss, "loss"))
+        at.append(Peak(rank, held.states.total, _in_flight(cfg, layouts, row, lines), of_loss, "loss"))
     return max(at, key=lambda x: x.total)
 
 
@@ -144,6 +141,5 @@ def _layer(cfg: Config, layout: StageLayout, held: dict[str, ParamSpec], operato
     again = 0
     if recomputed_layers(p, len(layout.layers)):
         alone = replace(layout, index=1, count=3, layers=range(layout.layers.start, layout.layers.start + 1))
-        bare = replace(cfg, parallel=replace(p, recompute="none", recompute_layers=None))
-        again = sum(kept.bytes for kept in ledger(bare, alone, operators))
+        again = sum(kept.bytes for kept in ledger(without_recomputation(cfg), alone, operators))
     return math.ceil(weights * width + tokens * (inside + 2 * residual) * width + again)

@@ -18,6 +18,7 @@ from megakit.modeling.layout import model_params, parameter_count
 from megakit.parallel.grid import Grid
 from megakit.parallel.pipeline import schedule
 from megakit.planner.estimate import Estimate, estimated
+from megakit.planner.hardware import Gpu
 from megakit.planner.machines import gpu_of
 from megakit.planner.notes import batch_sizes, memory_notes, notes_of
 from megakit.planner.stage import StagePlan, stage_plans
@@ -115,6 +116,7 @@ def make_plan(cfg: Config, world: int | None = None) -> Plan:
     stages = stage_plans(cfg, grid, table)
     samples = BatchSize.of(t).samples_of(steps)
     per_node = cfg.cluster.gpus_per_node
+    gpu, source = gpu_of(cfg.cluster) or (None, "")
     return Plan(
         name=cfg.run.name,
         grid=grid.sizes,
@@ -150,26 +152,19 @@ def make_plan(cfg: Config, world: int | None = None) -> Plan:
         worst_stage=max(stages, key=lambda s: s.total_bytes).index,
         formula=formula(cfg, grid),
         excluded="what the process holds besides tensors: its context, communication buffers, fragmentation",
-        links=links(grid, _nvlink_reach(cfg), stages[0].ranks[0][0]),
-        estimate=_estimate(cfg, samples * t.seq_len),
-        notes=[*notes_of(cfg, grid, stages, open_world), *memory_notes(original, world, stages), *_traps(cfg, grid)],
+        links=links(grid, _nvlink_reach(gpu, per_node), stages[0].ranks[0][0]),
+        estimate=None if gpu is None else estimated(cfg, gpu, source, samples * t.seq_len),
+        notes=[
+            *notes_of(cfg, grid, stages, open_world),
+            *memory_notes(original, world, stages),
+            *([] if gpu is None else traps(cfg, grid, gpu)),
+        ],
     )
 
 
-def _nvlink_reach(cfg: Config) -> int | None:
+def _nvlink_reach(gpu: Gpu | None, per_node: int | None) -> int | None:
     """Neighbouring ranks that reach one another over NVLink; None where the recipe doesn't say how many GPUs a node has."""
-    known, per_node = gpu_of(cfg.cluster), cfg.cluster.gpus_per_node
-    return per_node if known is None or per_node is None else known[0].nvlink_reach
-
-
-def _traps(cfg: Config, grid: Grid) -> list[str]:
-    known = gpu_of(cfg.cluster)
-    return [] if known is None else traps(cfg, grid, known[0])
-
-
-def _estimate(cfg: Config, tokens: int) -> Estimate | None:
-    known = gpu_of(cfg.cluster)
-    return None if known is None else estimated(cfg, *known, tokens)
+    return per_node if gpu is None or per_node is None else gpu.nvlink_reach
 
 
 def to_json(plan: Plan) -> str:

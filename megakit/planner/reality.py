@@ -8,11 +8,10 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
+from megakit.config.terminal import columns_table
 from megakit.planner.plan import Plan
 from megakit.planner.traffic import AXES, axis_of, by_operation
 from megakit.planner.widths import GIB
@@ -109,7 +108,7 @@ def to_json(rows: Sequence[Row]) -> str:
 
 def render(rows: Sequence[Row]) -> RenderableType:
     """A table."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = columns_table()
     table.add_column("of a step")
     for name in ("planned", "measured", "measured / planned"):
         table.add_column(name, justify="right")

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from megakit.config.terminal import facts_table
+from megakit.config.terminal import columns_table, facts_table
 from megakit.parallel.grid import Grid
 from megakit.planner.memory import RESERVED
 from megakit.planner.notes import counted
 from megakit.planner.plan import Plan
 from megakit.planner.stage import StagePlan
-from megakit.planner.widths import GIB, MIB
+from megakit.planner.widths import GIB, unit_of
 
 
 def render(plan: Plan) -> RenderableType:
@@ -71,11 +70,11 @@ def _recompute(plan: Plan) -> str:
 
 
 def _stages(plan: Plan) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = columns_table()
     table.add_column("stage", justify="right")
     table.add_column("ranks")
     table.add_column("layers")
-    unit, size_of = ("GiB", GIB) if plan.stages[plan.worst_stage].total_bytes >= GIB else ("MiB", MIB)
+    unit, size_of = unit_of(plan.stages[plan.worst_stage].total_bytes)
     for name in (
         "parameters\nper rank",
         *(f"{kind}\n{unit}" for kind in ("weights", "grads", "optim", "activ.", "temp.", "total")),

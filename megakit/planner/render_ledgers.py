@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from megakit.config.terminal import facts_table
+from megakit.config.terminal import columns_table, facts_table
 from megakit.planner.estimate import GPU_HOURS_PER_FAILURE, STORAGE_GB_S_PER_NODE, Estimate
 from megakit.planner.memory import RESERVED
 from megakit.planner.plan import Plan
@@ -165,7 +164,7 @@ def joined(traffic: list[Traffic]) -> list[Traffic]:
 
 def _table(*columns: str, left: int = 0) -> Table:
     """Words in the first `left` columns, or in the first and the last; numbers elsewhere."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = columns_table()
     for i, name in enumerate(columns):
         words = i < left if left else i < 1 or name in ("link", "what")
         table.add_column(name, justify="left" if words else "right")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
+from megakit.config.terminal import columns_table
 from megakit.planner.search import Found, Search
 from megakit.planner.widths import GIB
 
@@ -32,7 +31,7 @@ def _pipeline(found: Found) -> str:
 
 def render_search(found: Search) -> RenderableType:
     """At most 100 columns wide."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = columns_table()
     for name, _ in COLUMNS:
         table.add_column(name, justify="right")
     for name in ("step s", "tokens/s\nper GPU", "MFU", "idle", "GiB"):

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megakit.config.schema import Config
-from megakit.modeling.layout import StageLayout, rank_stages, stage_params
+from megakit.modeling.layout import StageLayout, stage_params
 from megakit.parallel.grid import Grid
 from megakit.parallel.pipeline.schedule import Op, Schedule
 from megakit.parallel.shard import ParamSpec
 from megakit.planner.activations import Kept, ledger
-from megakit.planner.memory import stage_peak
-from megakit.planner.states import Line, states
+from megakit.planner.memory import held_at, peak_with
+from megakit.planner.states import Line
 from megakit.planner.traffic import Traffic, step_traffic
 
 
@@ -73,14 +73,13 @@ def stage_plans(cfg: Config, grid: Grid, table: Schedule) -> list[StagePlan]:
 
 def stage_plan(cfg: Config, grid: Grid, rank: int, row: Sequence[Op], in_flight: int) -> StagePlan:
     """What one rank of those at a place on the pp axis holds; the same on every tp rank, whose shards are padded alike."""
-    layouts = rank_stages(cfg, rank)
-    held = _specs(cfg, layouts, grid.tp, 0)
+    at = held_at(cfg, grid, rank)
+    layouts, held = at.layouts, _specs(cfg, at.layouts, grid.tp, 0)
     elements = sum(spec.shard.numel for spec in held)
     padding = grid.tp * elements - sum(
         math.prod(box.size) for r in range(grid.tp) for spec in _specs(cfg, layouts, grid.tp, r) for box in spec.shard.boxes
     )
-    state = states(cfg, grid, layouts)
-    most = stage_peak(cfg, grid, rank, row)
+    most, state = peak_with(cfg, grid, at, row), at.states
     first = [grid.rank(dp=d, pp=rank) for d in range(grid.dp)]
     return StagePlan(
         index=rank,
@@ -105,7 +104,7 @@ def stage_plan(cfg: Config, grid: Grid, rank: int, row: Sequence[Op], in_flight:
     )
 
 
-def _specs(cfg: Config, layouts: list[StageLayout], tp: int, tp_rank: int) -> list[ParamSpec]:
+def _specs(cfg: Config, layouts: Sequence[StageLayout], tp: int, tp_rank: int) -> list[ParamSpec]:
     return list({name: p for layout in layouts for name, p in stage_params(cfg, layout, tp, tp_rank).items()}.values())
 
 

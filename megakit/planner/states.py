@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from megakit.config import algorithms
 from megakit.config.schema import Config
-from megakit.modeling.layout import StageLayout, stage_params, units
+from megakit.modeling.layout import units
 from megakit.parallel.buckets import fill_buckets
 from megakit.parallel.grid import Grid
 from megakit.parallel.shard import ParamSpec
@@ -38,13 +38,12 @@ class States:
     """Of the flat buffers, whose buckets are cut into equal parts."""
     lines: list[Line]
 
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.padding
 
-def states(cfg: Config, grid: Grid, layouts: Sequence[StageLayout]) -> States:
-    """Of a rank that holds these stages."""
-    return states_of(cfg, grid, [stage_params(cfg, layout, grid.tp, 0) for layout in layouts])
 
-
-def states_of(cfg: Config, grid: Grid, chunks: Sequence[dict[str, ParamSpec]]) -> States:
+def states(cfg: Config, grid: Grid, chunks: Sequence[dict[str, ParamSpec]]) -> States:
     """Of a rank whose stages have these parameters."""
     held = list({name: spec for chunk in chunks for name, spec in chunk.items()}.values())
     return _rows(cfg, grid, chunks[0], held) if fully_sharded(cfg, grid) else _flat(cfg, grid, chunks, held)

@@ -18,7 +18,7 @@ from megakit.parallel.grid import Grid
 from megakit.parallel.pipeline import generators
 from megakit.parallel.pipeline.schedule import Op
 from megakit.planner.dealt import muon_messages
-from megakit.planner.states import micro_batches
+from megakit.planner.states import fully_sharded, micro_batches
 from megakit.planner.widths import GRADIENT_BYTES, WEIGHT_BYTES
 
 AXES = ("tp", "cp", "pp", "dp", "world")
@@ -96,10 +96,6 @@ class _Step:
     def row(self) -> tuple[Op, ...]:
         p = self.cfg.parallel
         return generators.make(p.schedule, p.pp, self.microbatches, p.virtual_stages).rows[self.pp]
-
-    @cached_property
-    def fully_sharded(self) -> bool:
-        return self.cfg.parallel.zero == 3 and self.grid.size("dp_shard") > 1
 
     @cached_property
     def buckets(self) -> list[BucketLayout]:
@@ -183,7 +179,7 @@ class _Step:
     def replicas(self) -> Iterator[Traffic]:
         """Gradients and weights over the ranks that hold the same part of the model, and gradients that are partial over
         other axes."""
-        yield from self._unit_messages() if self.fully_sharded else self._bucket_messages()
+        yield from self._unit_messages() if fully_sharded(self.cfg, self.grid) else self._bucket_messages()
 
     def _over(self, group: str, what: str, op: str, count: int, size: int) -> Traffic:
         return Traffic(what, op, group, self.grid.size(group), count, size)

@@ -2,6 +2,12 @@
 
 GIB, MIB = 2**30, 2**20
 
+
+def unit_of(most: int) -> tuple[str, int]:
+    """(its name, its bytes) for a table whose largest size is `most` bytes."""
+    return ("GiB", GIB) if most >= GIB else ("MiB", MIB)
+
+
 WEIGHT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 """Also of activations."""
 GRADIENT_BYTES = {"fp32": 4, "bf16": 2}

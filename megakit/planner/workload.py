@@ -14,6 +14,8 @@ from megakit.modeling.balance import head_dim
 from megakit.modeling.layout import model_stages, padded_vocabulary
 from megakit.observe.flops import flops_per_token
 from megakit.parallel.grid import Grid
+from megakit.planner.states import micro_batches
+from megakit.planner.widths import GRADIENT_BYTES
 
 BYTES = {"bf16": 2, "fp16": 2, "fp8": 2, "fp32": 4}
 """Of an activation and of a weight as it is gathered; fp8 is used inside of matrix products only."""
@@ -132,7 +134,7 @@ class Workload:
             cp=p.cp,
             dp=grid.dp,
             micro_batch_size=t.micro_batch_size,
-            micro_batches=t.global_batch_size // (t.micro_batch_size * grid.dp),
+            micro_batches=micro_batches(cfg, grid),
             stage_layers=tuple(len(stage.layers) for stage in model_stages(cfg)),
             virtual_stages=p.virtual_stages,
             schedule=p.schedule,
@@ -142,7 +144,7 @@ class Workload:
             sequence_parallel=p.sequence_parallel and p.tp > 1,
             cp_gather=p.cp_comm_type == "all_gather",
             precision=t.precision,
-            gradient_bytes={"fp32": 4, "bf16": 2}[t.grad_dtype],
+            gradient_bytes=GRADIENT_BYTES[t.grad_dtype],
             bucket_size=p.bucket_size,
             recompute=p.recompute,
             recompute_layers=p.recompute_layers,

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from megakit.config.terminal import facts_table
+from megakit.config.terminal import columns_table, facts_table
 from megakit.parallel.grid import Grid
 from megakit.planner.notes import counted
-from megakit.planner.widths import GIB, MIB
+from megakit.planner.widths import GIB, unit_of
 from megakit.verify.job import ranks_text
 from megakit.verify.prove import Proof
 
@@ -54,8 +53,8 @@ def _facts(proof: Proof) -> Table:
 
 
 def _peaks(proof: Proof) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    unit, size = ("GiB", GIB) if max(p.peak_bytes for p in proof.peaks) >= GIB else ("MiB", MIB)
+    table = columns_table()
+    unit, size = unit_of(max(p.peak_bytes for p in proof.peaks))
     for name in ("stage", f"static\n{unit}", f"peak\n{unit}", f"plan\n{unit}"):
         table.add_column(name, justify="right", no_wrap=True)
     for name in ("most live bytes in", "at"):

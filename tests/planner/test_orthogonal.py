@@ -18,7 +18,7 @@ from megakit.parallel.zero import Shard
 from megakit.planner import orthogonal
 from megakit.planner.dealt import muon_messages
 from megakit.planner.hardware import find
-from megakit.planner.states import states
+from megakit.planner.memory import held_at
 from megakit.planner.timing import estimate
 from megakit.planner.workload import Workload
 
@@ -111,7 +111,7 @@ def test_states_are_what_the_optimizer_keeps(optim, precision):
     off = [] if not optim or optim == ["optim=muon"] else ["~optim.beta1", "~optim.beta2", "~optim.eps"]
     cfg = resolved("+recipe=llama7b", f"train.precision={precision}", "parallel.zero=0", *optim, *off)
     w, grid = Workload.of(cfg), Grid.of(cfg.parallel)
-    held = states(cfg, grid, rank_stages(cfg, 0))
+    held = held_at(cfg, grid, 0).states
     tables = 2 * w.table_elements
     numbers = w.states_per_parameter * w.layers * w.layer_elements + w.states_of_tables * tables
     stepped = held.optimizer + (held.weights if precision == "fp32" else 0)  # fp32 weights are stepped themselves

@@ -18,13 +18,12 @@ from rich.console import Console
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megakit.errors import Refused
-from megakit.modeling.layout import rank_stages
 from megakit.parallel.comm import Comm, Handle
 from megakit.parallel.grid import Grid, ParallelState
 from megakit.parallel.pipeline import executor
 from megakit.parallel.tensor import Region
 from megakit.parallel.zero import FlatBuffers
-from megakit.planner.states import states
+from megakit.planner.memory import held_at
 from megakit.train.engine import Engine
 from megakit.verify.live import LiveBytes
 from megakit.verify.prove import Proof, prove
@@ -67,9 +66,9 @@ def test_every_layout_is_proven(layout):
     assert all(p.peak_bytes > p.static_bytes > 0 for p in proof.peaks)
     assert all(p.at and p.operation and p.site.startswith("megakit/") for p in proof.peaks)
     if cfg.parallel.zero < 3:  # which makes its gradients in the step
-        planned = [states(cfg, Grid.of(cfg.parallel), rank_stages(cfg, p.stage)) for p in proof.peaks]
+        planned = [held_at(cfg, Grid.of(cfg.parallel), p.stage).states for p in proof.peaks]
         for peak, of in zip(proof.peaks, planned):
-            counts = peak.static_bytes - (of.weights + of.gradients + of.optimizer + of.padding)
+            counts = peak.static_bytes - of.total
             assert 0 <= counts <= 4 * 40 and counts % 4 == 0, "besides what is planned there are AdamW's counts of steps"
 
 
