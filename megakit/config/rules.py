@@ -7,6 +7,7 @@ from dataclasses import fields
 
 from megakit.config import optim_rules
 from megakit.config.batch import BatchSize
+from megakit.config.cures import Broken, Change, broken_alone, tried
 from megakit.config.keys import changes_nothing, show
 from megakit.config.ranges import check_each
 from megakit.config.schema import Config, DataConfig, LogConfig, ModelConfig, OptimConfig, ParallelConfig
@@ -15,10 +16,17 @@ from megakit.errors import Refused
 
 
 def check(cfg: Config) -> None:
-    """Raise Refused for the first rule that the configuration breaks.
+    """Raise Refused for the first rule that the configuration breaks, with cures that break none.
 
-    How layers are placed on pipeline stages is checked where they are placed, in modeling.layout.split_layers.
+    What layers_per_stage may be is checked where layers are placed, in modeling.layout.split_layers.
     """
+    try:
+        _check(cfg)
+    except Broken as broken:
+        raise tried(broken, cfg, _check) from None
+
+
+def _check(cfg: Config) -> None:
     check_each(cfg)
     _check_model(cfg)
     _check_rope(cfg.model)
@@ -26,6 +34,7 @@ def check(cfg: Config) -> None:
     _check_context_parallel(cfg)
     _check_pipeline(cfg)
     _check_zero(cfg)
+    check_stages(cfg)
     _check_world(cfg)
     _check_batch(cfg)
     _check_length(cfg)
@@ -74,6 +83,18 @@ def planned_world(cfg: Config) -> int:
 
 def resolve(cfg: Config, world: int) -> Config:
     """The configuration for `world` ranks, as a new object: parallel.dp is a number, and the batch rules hold for it."""
+    try:
+        return _resolve(cfg, world)
+    except Broken as broken:
+
+        def both(changed: Config) -> None:
+            _check(changed)
+            _resolve(changed, world)
+
+        raise tried(broken, cfg, both) from None
+
+
+def _resolve(cfg: Config, world: int) -> Config:
     grid, ranks, dp = _grid(cfg), model_ranks(cfg), cfg.parallel.dp
     if dp is not None and dp * ranks != world:
         fit = f" or set parallel.dp={world // ranks}" if world % ranks == 0 else ""
@@ -172,10 +193,10 @@ def _check_rope(m: ModelConfig) -> None:
 
 def _check_tensor_parallel(cfg: Config) -> None:
     m, p = cfg.model, cfg.parallel
-    if p.sequence_parallel and p.tp == 1:
-        raise Refused("parallel.sequence_parallel = true changes nothing with parallel.tp = 1: set it to false, or use tp > 1")
-    if p.allow_tp_across_nodes and p.tp == 1:
-        raise changes_nothing("parallel.allow_tp_across_nodes", True, "parallel.tp = 1", "parallel.tp > 1")
+    more: list[Change] = [{"parallel.tp": tp} for tp in range(2, m.num_attention_heads + 1)]
+    for name in ("parallel.sequence_parallel", "parallel.allow_tp_across_nodes"):
+        if p.tp == 1 and getattr(p, name.removeprefix("parallel.")):
+            raise broken_alone(name, True, "parallel.tp = 1", False, more)
     cut = {
         "model.num_query_groups": m.num_query_groups,
         "model.num_attention_heads": m.num_attention_heads,
@@ -187,30 +208,80 @@ def _check_tensor_parallel(cfg: Config) -> None:
     per_node = cfg.cluster.gpus_per_node
     if per_node is not None and not p.allow_tp_across_nodes:
         valid = [tp for tp in valid if per_node % tp == 0]
+    others: list[Change] = [{"parallel.tp": tp} for tp in _nearest_first(valid, p.tp)]
     for name, size in cut.items():
         if size % p.tp:
-            why = "; sequence_parallel cuts it" if name == "train.seq_len" else ""
-            raise Refused(f"{name} = {size} is not divisible by parallel.tp = {p.tp}{why}: valid tp {_listed(valid)}")
+            of_sequence = name == "train.seq_len"
+            why = "; sequence_parallel cuts it" if of_sequence else ""
+            kinds = [_near("train.seq_len", size, p.tp), [{"parallel.sequence_parallel": False}]] if of_sequence else []
+            raise Broken(
+                f"{name} = {size} is not divisible by parallel.tp = {p.tp}{why}; valid tp {_listed(valid)}", others, *kinds
+            )
     if p.tp not in valid:
-        raise Refused(
-            f"parallel.tp = {p.tp} does not fit the nodes of cluster.gpus_per_node = {per_node}: valid tp {_listed(valid)},"
-            " or set parallel.allow_tp_across_nodes=true"
+        raise Broken(
+            f"parallel.tp = {p.tp} does not fit the nodes of cluster.gpus_per_node = {per_node}; valid tp {_listed(valid)}",
+            others,
+            [{"parallel.allow_tp_across_nodes": True}],
         )
 
 
 def _check_pipeline(cfg: Config) -> None:
     """How many chunks and micro-batches a schedule takes is checked where it is made, in parallel.pipeline.generators."""
     p = cfg.parallel
+    more: list[Change] = [{"parallel.pp": pp} for pp in range(2, cfg.model.num_layers + 1)]
     if p.pp == 1 and (p.schedule != "1f1b" or p.virtual_stages > 1):
         name = "schedule" if p.schedule != "1f1b" else "virtual_stages"
-        raise Refused(
-            f"parallel.{name} = {getattr(p, name)} needs a pipeline, parallel.pp = 1: leave it out, or use parallel.pp > 1"
-        )
+        off: Change = {"parallel.schedule": "1f1b"} if p.schedule != "1f1b" else {}
+        off |= {"parallel.virtual_stages": 1} if p.virtual_stages > 1 else {}
+        raise Broken(f"parallel.{name} = {getattr(p, name)} needs a pipeline, parallel.pp = 1", [off], more)
+    check_chunks(p.schedule, p.virtual_stages)
     if p.layers_per_stage is not None and p.pp == 1:
-        raise changes_nothing("parallel.layers_per_stage", p.layers_per_stage, "parallel.pp = 1", "parallel.pp > 1")
+        raise broken_alone("parallel.layers_per_stage", p.layers_per_stage, "parallel.pp = 1", None)
     if p.stage_balance != "layers" and (p.pp == 1 or p.layers_per_stage is not None):
-        why = "parallel.pp = 1" if p.pp == 1 else f"parallel.layers_per_stage = {show(p.layers_per_stage)}"
-        raise Refused(f"parallel.stage_balance = {p.stage_balance} changes nothing with {why}: leave one of them out")
+        given = p.layers_per_stage is not None
+        why = f"parallel.layers_per_stage = {show(p.layers_per_stage)}" if given else "parallel.pp = 1"
+        raise broken_alone(
+            "parallel.stage_balance", p.stage_balance, why, "layers", [{"parallel.layers_per_stage": None}] if given else more
+        )
+
+
+def check_chunks(schedule: str, chunks: int) -> None:
+    """That a schedule can have that many chunks per rank."""
+    given = f"parallel.virtual_stages = {chunks}"
+    if schedule == "zb_v" and chunks != 2:
+        raise Broken(f"parallel.schedule = zb_v has 2 chunks per rank, {given}", [{"parallel.virtual_stages": 2}])
+    one: Change = {"parallel.schedule": "1f1b"}
+    if schedule == "interleaved_1f1b" and chunks < 2:
+        more: list[Change] = [{"parallel.virtual_stages": n} for n in range(2, 10)]
+        raise Broken(f"parallel.schedule = interleaved_1f1b with {given} has nothing to interleave", more, [one])
+    if schedule in ("gpipe", "1f1b", "zb_h1") and chunks > 1:
+        interleaved: Change = {"parallel.schedule": "interleaved_1f1b"}
+        why = f"parallel.schedule = {schedule} has 1 chunk per rank, {given}"
+        raise Broken(why, [interleaved], [{"parallel.virtual_stages": 1}])
+
+
+def check_stages(cfg: Config) -> None:
+    """That there are layers for all stages, and, where virtual stages are cut evenly, as many for each."""
+    p, layers = cfg.parallel, cfg.model.num_layers
+    stages = p.pp * p.virtual_stages
+    if p.layers_per_stage is not None:
+        return
+    fewer: list[Change] = [{"parallel.pp": pp} for pp in range(min(p.pp - 1, layers // p.virtual_stages), 0, -1)]
+    chunks: list[Change] = []
+    if p.schedule == "interleaved_1f1b":
+        fit = [v for v in range(2, layers // p.pp + 1) if layers % (p.pp * v) == 0]
+        chunks = [{"parallel.virtual_stages": v} for v in _nearest_first(fit, p.virtual_stages)]
+        chunks.append({"parallel.schedule": "1f1b", "parallel.virtual_stages": 1})
+    if layers < stages:
+        raise Broken(f"model.num_layers = {layers} is less than parallel.pp x parallel.virtual_stages = {stages}", fewer, chunks)
+    if p.stage_balance != "cost" and p.virtual_stages > 1 and layers % stages:
+        raise Broken(
+            f"model.num_layers = {layers} can't be cut evenly into parallel.pp x parallel.virtual_stages ="
+            f" {p.pp} x {p.virtual_stages} = {stages} stages",
+            chunks,
+            [{"parallel.stage_balance": "cost"}],
+            fewer,
+        )
 
 
 def _check_zero(cfg: Config) -> None:
@@ -218,18 +289,25 @@ def _check_zero(cfg: Config) -> None:
     if p.zero == 3:
         _check_fully_sharded(p)
     elif p.zero3_reduce != "microbatch":
-        raise changes_nothing("parallel.zero3_reduce", p.zero3_reduce, f"parallel.zero = {p.zero}", "parallel.zero=3")
+        zero = f"parallel.zero = {p.zero}"
+        raise broken_alone("parallel.zero3_reduce", p.zero3_reduce, zero, "microbatch", [{"parallel.zero": 3}])
     if p.zero_group is None:
         return
     if p.zero == 0:
-        raise changes_nothing("parallel.zero_group", p.zero_group, "parallel.zero = 0", "ZeRO 1 or more")
+        raise broken_alone("parallel.zero_group", p.zero_group, "parallel.zero = 0", None, [{"parallel.zero": 1}])
     if p.zero_group == 1:
-        raise Refused("parallel.zero_group = 1 shards nothing: use parallel.zero=0, or a group of 2 or more")
+        raise Broken(
+            "parallel.zero_group = 1 shards nothing",
+            [{"parallel.zero": 0, "parallel.zero_group": None}],
+            [{"parallel.zero_group": None}],
+        )
     if p.dp is not None and (p.dp * p.cp) % p.zero_group:
-        valid = _listed(_divisors(p.dp * p.cp)[1:])
-        raise Refused(
-            f"parallel.zero_group = {p.zero_group} does not divide parallel.dp x parallel.cp = {p.dp} x {p.cp} = {p.dp * p.cp}:"
-            f" valid groups {valid or 'none'}"
+        valid = _divisors(p.dp * p.cp)[1:]
+        raise Broken(
+            f"parallel.zero_group = {p.zero_group} does not divide parallel.dp x parallel.cp = {p.dp} x {p.cp} = {p.dp * p.cp};"
+            f" valid groups {_listed(valid) or 'none'}",
+            [{"parallel.zero_group": n} for n in _nearest_first(valid, p.zero_group)],
+            [{"parallel.zero_group": None}],
         )
 
 
@@ -243,38 +321,30 @@ def _check_context_parallel(cfg: Config) -> None:
     p, seq_len = cfg.parallel, cfg.train.seq_len
     if p.cp == 1:
         if p.cp_comm_type != "p2p":
-            raise changes_nothing("parallel.cp_comm_type", p.cp_comm_type, "parallel.cp = 1", "cp > 1")
+            raise broken_alone("parallel.cp_comm_type", p.cp_comm_type, "parallel.cp = 1", "p2p", [{"parallel.cp": 2}])
         return
     unit = sequence_unit(cfg)
     if seq_len % unit:
         tp = f" and its cut over parallel.tp = {p.tp}" if p.sequence_parallel else ""
-        valid = [cp for cp in _divisors(seq_len) if (cp == 1 or seq_len % (unit // p.cp * cp) == 0) and _fits_world(cfg, cp)]
-        raise Refused(
-            f"train.seq_len = {seq_len} is not divisible by the two chunks of each of parallel.cp = {p.cp} ranks{tp},"
-            f" {unit}: use train.seq_len={nearest_multiples(seq_len, unit)}{f', or cp {_listed(valid)}' if valid else ''}"
+        valid = [cp for cp in _divisors(seq_len) if cp == 1 or seq_len % (unit // p.cp * cp) == 0]
+        raise Broken(
+            f"train.seq_len = {seq_len} is not divisible by the two chunks of each of parallel.cp = {p.cp} ranks{tp}, {unit}",
+            *([change] for change in _near("train.seq_len", seq_len, unit)),
+            [{"parallel.cp": cp} for cp in _nearest_first(valid, p.cp)],
         )
-
-
-def _fits_world(cfg: Config, cp: int) -> bool:
-    """That the cluster and the batch take so many cp ranks."""
-    there, p, t = cluster_world(cfg), cfg.parallel, cfg.train
-    if there is None:
-        return True
-    ranks = p.tp * p.pp * cp
-    if p.dp is not None:
-        return p.dp * ranks <= there
-    return there % ranks == 0 and t.global_batch_size % (t.micro_batch_size * (there // ranks)) == 0
 
 
 def _check_fully_sharded(p: ParallelConfig) -> None:
     if p.pp > 1:
-        raise Refused(
-            f"parallel.zero = 3 and parallel.pp = {p.pp}: a pipeline would gather each layer's weights twice per micro-batch;"
-            " use parallel.zero=1 or 2, or parallel.pp=1"
+        raise Broken(
+            f"parallel.zero = 3 and parallel.pp = {p.pp}: a pipeline would gather each layer's weights twice per micro-batch",
+            [{"parallel.zero": 1}],
+            [{"parallel.zero": 2}],
+            [{"parallel.pp": 1}],
         )
     if p.bucket_size != ParallelConfig().bucket_size:
         beside = "parallel.zero = 3, which reduces layer by layer"
-        raise changes_nothing("parallel.bucket_size", p.bucket_size, beside, "parallel.zero=2")
+        raise broken_alone("parallel.bucket_size", p.bucket_size, beside, ParallelConfig().bucket_size, [{"parallel.zero": 2}])
 
 
 def _check_world(cfg: Config) -> None:
@@ -285,30 +355,44 @@ def _check_world(cfg: Config) -> None:
     have = f"cluster.nodes = {cfg.cluster.nodes} x cluster.gpus_per_node = {per_node} are {there} GPUs"
     if p.dp is not None and p.dp * ranks > there:
         need = p.dp * ranks
-        fit = f" or parallel.dp={there // ranks}" if there >= ranks else ""
-        raise Refused(
-            f"parallel.dp = {p.dp} x {_grid(cfg)} = {need} ranks, {have}: use cluster.nodes={math.ceil(need / per_node)}{fit}"
+        raise Broken(
+            f"parallel.dp = {p.dp} x {_grid(cfg)} = {need} ranks, {have}",
+            [{"cluster.nodes": math.ceil(need / per_node)}],
+            [{"parallel.dp": dp} for dp in range(there // ranks, 0, -1)],
         )
     if p.dp is None and there % ranks:
         nodes = math.lcm(ranks, per_node) // per_node
-        near = nearest_multiples(cfg.cluster.nodes, nodes)
-        raise Refused(
-            f"{_grid(cfg)} = {ranks} ranks do not divide the cluster, {have}: use cluster.nodes={near}, or give parallel.dp"
+        low = cfg.cluster.nodes // nodes * nodes
+        near = sorted(
+            (n for n in range(max(nodes, low - 8 * nodes), low + 9 * nodes, nodes)), key=lambda n: abs(n - cfg.cluster.nodes)
+        )
+        others = [pp for pp in range(1, cfg.model.num_layers + 1) if there % (p.tp * p.cp * pp) == 0]
+        raise Broken(
+            f"{_grid(cfg)} = {ranks} ranks do not divide the cluster, {have}",
+            [{"cluster.nodes": n} for n in near if n < cfg.cluster.nodes],
+            [{"cluster.nodes": n} for n in near if n > cfg.cluster.nodes],
+            [{"parallel.pp": pp} for pp in _nearest_first(others, p.pp)],
+            [{"parallel.dp": dp} for dp in range(there // ranks, 0, -1)],
         )
 
 
 def _check_batch(cfg: Config) -> None:
-    t, dp = cfg.train, cfg.parallel.dp
+    t, p, dp = cfg.train, cfg.parallel, cfg.parallel.dp
     if dp is None:
         there = cluster_world(cfg)
         dp = there // model_ranks(cfg) if there else 1
-    unit = t.micro_batch_size * dp
-    if t.global_batch_size % unit:
+    unit, size = t.micro_batch_size * dp, t.global_batch_size
+    if size % unit:
         by = f"train.micro_batch_size = {t.micro_batch_size}" + (f" x parallel.dp = {dp} = {unit}" if dp > 1 else "")
-        near = nearest_multiples(t.global_batch_size, unit)
-        raise Refused(f"train.global_batch_size = {t.global_batch_size} is not divisible by {by}: use {near}")
+        blocks = unit * p.pp if p.schedule == "interleaved_1f1b" else unit
+        raise Broken(
+            f"train.global_batch_size = {size} is not divisible by {by}",
+            *([change] for change in _near("train.global_batch_size", size, blocks)),
+            [{"train.micro_batch_size": n} for n in range(min(t.micro_batch_size, size) - 1, 0, -1) if size % (n * dp) == 0],
+            [{"parallel.dp": n} for n in range(dp - 1, 0, -1) if size % (n * t.micro_batch_size) == 0] if p.dp else [],
+        )
     if t.rampup_batch_size is not None:
-        _check_rampup(t.rampup_batch_size, t.global_batch_size, unit)
+        _check_rampup(t.rampup_batch_size, size, unit)
 
 
 def _check_rampup(given: list[int], final: int, unit: int) -> None:
@@ -337,9 +421,11 @@ def _check_rampup(given: list[int], final: int, unit: int) -> None:
 def _check_length(cfg: Config) -> None:
     m, t = cfg.model, cfg.train
     if m.position_embedding == "learned" and t.seq_len > m.max_position_embeddings:
-        raise Refused(
+        raise Broken(
             f"train.seq_len = {t.seq_len} is longer than the learned position table, model.max_position_embeddings ="
-            f" {m.max_position_embeddings}: use train.seq_len <= {m.max_position_embeddings}, or a longer table"
+            f" {m.max_position_embeddings}",
+            [{"train.seq_len": m.max_position_embeddings}],
+            [{"model.max_position_embeddings": t.seq_len}],
         )
     if t.steps is not None and t.tokens is not None:
         raise Refused(
@@ -389,18 +475,21 @@ def _check_recompute(cfg: Config) -> None:
     p = cfg.parallel
     if p.recompute_layers is not None and p.recompute != "full":
         beside = f"parallel.recompute = {p.recompute}"
-        raise changes_nothing("parallel.recompute_layers", p.recompute_layers, beside, "parallel.recompute=full")
+        raise broken_alone("parallel.recompute_layers", p.recompute_layers, beside, None, [{"parallel.recompute": "full"}])
 
 
 def _check_precision(cfg: Config) -> None:
     o, precision = cfg.optim, cfg.train.precision
     if cfg.train.grad_dtype == "bf16" and precision != "bf16":
-        raise Refused(
-            f"train.grad_dtype = bf16 would round the gradients of train.precision = {precision}: use train.grad_dtype=fp32, or"
-            " train.precision=bf16"
+        raise Broken(
+            f"train.grad_dtype = bf16 would round the gradients of train.precision = {precision}",
+            [{"train.grad_dtype": "fp32"}],
+            [{"train.precision": "bf16"}],
         )
     if cfg.train.grad_dtype == "bf16" and cfg.parallel.zero == 3:
-        raise Refused("train.grad_dtype = bf16 is not built for parallel.zero = 3: use train.grad_dtype=fp32, or parallel.zero=2")
+        raise Broken(
+            "train.grad_dtype = bf16 is not built for parallel.zero = 3", [{"train.grad_dtype": "fp32"}], [{"parallel.zero": 2}]
+        )
     if precision != "fp16":
         for name in ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "loss_scale_hysteresis"):
             value, default = getattr(o, name), getattr(OptimConfig(), name)
@@ -457,6 +546,16 @@ def _check_log(cfg: Config) -> None:
     log = cfg.log
     if log.wandb == "disabled" and log.wandb_project != LogConfig.wandb_project:
         raise changes_nothing("log.wandb_project", log.wandb_project, "log.wandb = disabled", "log.wandb=offline or online")
+
+
+def _near(key: str, value: int, unit: int) -> list[Change]:
+    """The key set to the multiples of `unit` around its value."""
+    return [{key: n} for n in (value // unit * unit, value // unit * unit + unit) if n]
+
+
+def _nearest_first(numbers: list[int], to: int) -> list[int]:
+    """By their ratio to a number, the smaller one of two as near first."""
+    return sorted((n for n in numbers if n != to), key=lambda n: (max(n / to, to / n), n))
 
 
 def _divisors(n: int) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from megakit.config.rules import nearest_multiples
+from megakit.config.rules import check_stages
 from megakit.config.schema import Config, ModelConfig, ParallelConfig
 from megakit.errors import Refused
 from megakit.modeling import groups
@@ -49,34 +49,19 @@ def model_stages(cfg: Config) -> list[StageLayout]:
     Raises Refused where the layers don't fit them.
     """
     p, layers, where = cfg.parallel, cfg.model.num_layers, model_placement(cfg)
+    check_stages(cfg)
     given = p.layers_per_stage
     if given is None and p.stage_balance == "cost":
         given = balanced(cfg.model, cfg.train.seq_len, where.stages)
-    elif given is None and where.chunks > 1 and layers % where.stages:
-        near = nearest_multiples(layers, where.stages)
-        raise Refused(
-            f"model.num_layers = {layers} can't be cut evenly into parallel.pp x parallel.virtual_stages ="
-            f" {p.pp} x {p.virtual_stages} = {where.stages} stages: use {near} layers{_other_chunks(cfg, where.stages)}"
-        )
     together = where.place(0)[0] == where.place(where.stages - 1)[0]
     stages = [replace(stage, ends_together=together) for stage in split_layers(layers, where.stages, given)]
     most = max(len(stage.layers) for stage in stages)
     if p.recompute_layers is not None and p.recompute_layers > most:
         raise Refused(
             f"parallel.recompute_layers = {p.recompute_layers}, but the largest of the pipeline stages has {most} layers: use"
-            f" parallel.recompute_layers <= {most}, or leave it out to recompute all"
+            f" parallel.recompute_layers={most}, or parallel.recompute_layers=null to recompute all"
         )
     return stages
-
-
-def _other_chunks(cfg: Config, stages: int) -> str:
-    """What else helps where virtual stages don't divide the layers."""
-    p, layers = cfg.parallel, cfg.model.num_layers
-    fit = [v for v in range(2, layers // p.pp + 1) if layers % (p.pp * v) == 0] if p.schedule == "interleaved_1f1b" else []
-    cures = [f"parallel.virtual_stages={' or '.join(map(str, fit))}"] if fit else []
-    if layers >= stages:
-        cures += ["parallel.stage_balance=cost", "parallel.layers_per_stage"]
-    return "".join(f", or {cure}" for cure in cures)
 
 
 def rank_stages(cfg: Config, rank: int) -> list[StageLayout]:

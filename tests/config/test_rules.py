@@ -54,8 +54,8 @@ LLAMA3 = ["model.rope_scaling=llama3", *YARN[1:], "model.rope_low_freq_factor=1"
         # CF5
         (["train.global_batch_size=10", "train.micro_batch_size=4", "parallel.dp=2"],
          ["train.global_batch_size = 10", "train.micro_batch_size = 4 x parallel.dp = 2 = 8", "8 or 16"]),
-        (["train.global_batch_size=3", "train.micro_batch_size=4"], ["train.global_batch_size = 3", "= 4", "use 4"]),
-        (["cluster.gpus_per_node=8"], ["train.global_batch_size = 8", "parallel.dp = 8 = 16", "use 16"]),
+        (["train.global_batch_size=3", "train.micro_batch_size=4"], ["train.global_batch_size = 3", "= 4", "use train.global_batch_size=4"]),
+        (["cluster.gpus_per_node=8"], ["train.global_batch_size = 8", "parallel.dp = 8 = 16", "use train.global_batch_size=16"]),
         # words of other frameworks
         (["parallel.schedule=ZBVZeroBubble"], ["parallel.schedule = ZBVZeroBubble", "did you mean zb_v"]),
         (["parallel.schedule=Interleaved1F1B"], ["did you mean interleaved_1f1b"]),
@@ -81,14 +81,14 @@ LLAMA3 = ["model.rope_scaling=llama3", *YARN[1:], "model.rope_low_freq_factor=1"
         (["train.tokens=1000"], ["train.steps = 10", "train.tokens = 1000", "train.tokens=null"]),
         (["train.steps=null"], ["train.steps", "train.tokens"]),
         # context parallel
-        (["parallel.cp=3"], ["train.seq_len = 32", "parallel.cp = 3", "train.seq_len=30 or 36", "or cp 1, 2, 4, 8, 16"]),
+        (["parallel.cp=3"], ["train.seq_len = 32", "parallel.cp = 3", "train.seq_len=30 or 36", "or parallel.cp=4"]),
         (["parallel.cp=32"], ["train.seq_len = 32", "parallel.cp = 32", "64: use train.seq_len=64"]),
         (["parallel.cp=3", "cluster.gpus_per_node=6", "train.micro_batch_size=1", "train.global_batch_size=12"],
-         ["train.seq_len = 32", "train.seq_len=30 or 36, or cp 1, 2"]),
-        (["parallel.cp=5", "train.seq_len=45"], ["train.seq_len = 45", "parallel.cp = 5", "10", "or cp 1"]),
+         ["train.seq_len = 32", "train.seq_len=30 or 36, or parallel.cp=2"]),
+        (["parallel.cp=5", "train.seq_len=45"], ["train.seq_len = 45", "parallel.cp = 5", "10", "or parallel.cp=1"]),
         (["parallel.cp=2", "model.num_attention_heads=6", "model.hidden_size=72", "model.num_query_groups=6", "parallel.tp=6",
           "model.ffn_hidden_size=180", "parallel.sequence_parallel=true", "train.seq_len=18"],
-         ["train.seq_len = 18", "parallel.cp = 2", "parallel.tp = 6", "12", "train.seq_len=12 or 24", "or cp 1, 3"]),
+         ["train.seq_len = 18", "parallel.cp = 2", "parallel.tp = 6", "12", "train.seq_len=12 or 24", "or parallel.cp=3"]),
         (["parallel.cp_comm_type=all_gather"], ["parallel.cp_comm_type = all_gather", "parallel.cp = 1"]),
         # rope scaling
         (["model.rope_factor=2"], ["model.rope_factor = 2.0", "model.rope_scaling = none", "linear or llama3 or yarn"]),
@@ -136,7 +136,7 @@ LLAMA3 = ["model.rope_scaling=llama3", *YARN[1:], "model.rope_low_freq_factor=1"
          ["optim.warmup_steps = 5", "6 steps", "10 steps", "<= 5"]),
         # recomputation
         (["parallel.recompute_layers=2"],
-         ["parallel.recompute_layers = 2", "parallel.recompute = none", "use parallel.recompute=full"]),
+         ["parallel.recompute_layers = 2", "parallel.recompute = none", "or parallel.recompute=full"]),
         (["parallel.recompute_layers=2", "parallel.recompute=selective"], ["parallel.recompute = selective"]),
         # precision
         (["train.grad_dtype=bf16"], ["train.grad_dtype = bf16", "train.precision = fp32", "train.precision=bf16"]),
@@ -254,7 +254,7 @@ def test_resolve_refuses_what_does_not_fit_the_world():
         (["parallel.dp=2"], 4, ["parallel.dp = 2", "2 ranks", "there are 4", "start 2 ranks", "parallel.dp=4"]),
         (["parallel.pp=2", "parallel.tp=2"], 6, ["6 ranks", "pp 2 x tp 2 = 4", "start 4 or 8 ranks"]),
         (["parallel.pp=2", "parallel.tp=2"], 1, ["1 ranks", "start 4 ranks"]),
-        ([], 3, ["train.global_batch_size = 8", "parallel.dp = 3 = 6", "use 6 or 12"]),
+        ([], 3, ["train.global_batch_size = 8", "parallel.dp = 3 = 6", "use train.global_batch_size=6 or 12"]),
     ):
         with pytest.raises(Refused) as caught:
             rules.resolve(tiny(*overrides), world)

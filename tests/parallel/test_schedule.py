@@ -166,7 +166,7 @@ def test_transfers_that_would_block_are_refused():
         ("interleaved_1f1b", 4, 6, 2, "blocks of parallel.pp = 4, there are 6 per step: use 4 or 8"),
         ("interleaved_1f1b", 4, 3, 2, "there are 3 per step: use 4 "),
         ("interleaved_1f1b", 4, 4, 1, "parallel.virtual_stages = 1 has nothing to interleave"),
-        ("zb_v", 4, 4, 3, "zb_v has 2 chunks per rank, parallel.virtual_stages = 3: set it to 2"),
+        ("zb_v", 4, 4, 3, "zb_v has 2 chunks per rank, parallel.virtual_stages = 3: use parallel.virtual_stages=2"),
         ("1f1b", 4, 4, 2, "1f1b has 1 chunk per rank, parallel.virtual_stages = 2: use parallel.schedule=interleaved_1f1b"),
     ],
 )

@@ -74,11 +74,12 @@ def test_the_worst_stage_is_not_the_average():
 @pytest.mark.parametrize("layers", range(1, 13))
 @pytest.mark.parametrize("pp", range(1, 5))
 def test_every_layer_is_placed_once_or_the_plan_is_refused(layers: int, pp: int):
-    cfg = tiny(f"model.num_layers={layers}", f"parallel.pp={pp}", "train.global_batch_size=16")
+    keys = f"model.num_layers={layers}", f"parallel.pp={pp}", "train.global_batch_size=16"
     if layers < pp:
-        with pytest.raises(Refused, match=f"model.num_layers = {layers} is less than .* = {pp}: use at most"):
-            make_plan(cfg)
+        with pytest.raises(Refused, match=f"model.num_layers = {layers} is less than .* = {pp}: use parallel.pp={layers}"):
+            tiny(*keys)
         return
+    cfg = tiny(*keys)
     plan = make_plan(cfg)
     placed = [i for s in plan.stages for lo, hi in s.layer_ranges for i in range(lo, hi + 1)]
     assert placed == list(range(layers))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from megakit.config.rules import nearest_multiples
+from megakit.config.rules import check_chunks, nearest_multiples
 from megakit.errors import Refused
 from megakit.parallel.pipeline.schedule import Op, Placement, Schedule, simulate
 
@@ -17,18 +17,7 @@ NAMES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v")
 
 def placement(name: str, ranks: int, chunks: int) -> Placement:
     """Where that schedule's stages are. Raises Refused where it can't have that many chunks per rank."""
-    if name == "zb_v" and chunks != 2:
-        raise Refused(f"parallel.schedule = zb_v has 2 chunks per rank, parallel.virtual_stages = {chunks}: set it to 2")
-    if name == "interleaved_1f1b" and chunks < 2:
-        raise Refused(
-            f"parallel.schedule = interleaved_1f1b with parallel.virtual_stages = {chunks} has nothing to interleave: use"
-            " parallel.virtual_stages=2 or more, or parallel.schedule=1f1b"
-        )
-    if name in ("gpipe", "1f1b", "zb_h1") and chunks > 1:
-        raise Refused(
-            f"parallel.schedule = {name} has 1 chunk per rank, parallel.virtual_stages = {chunks}: use"
-            " parallel.schedule=interleaved_1f1b, or parallel.virtual_stages=1"
-        )
+    check_chunks(name, chunks)
     return Placement(ranks, chunks, v_shape=name == "zb_v")
 
 
