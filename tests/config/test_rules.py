@@ -54,7 +54,7 @@ LLAMA3 = ["model.rope_scaling=llama3", *YARN[1:], "model.rope_low_freq_factor=1"
         # CF5
         (["train.global_batch_size=10", "train.micro_batch_size=4", "parallel.dp=2"],
          ["train.global_batch_size = 10", "train.micro_batch_size = 4 x parallel.dp = 2 = 8", "8 or 16"]),
-        (["train.global_batch_size=3", "train.micro_batch_size=4"], ["train.global_batch_size = 3", "= 4", "use train.global_batch_size=4"]),
+        (["train.global_batch_size=3", "train.micro_batch_size=4"], ["= 4", "use train.global_batch_size=4,"]),
         (["cluster.gpus_per_node=8"], ["train.global_batch_size = 8", "parallel.dp = 8 = 16", "use train.global_batch_size=16"]),
         # words of other frameworks
         (["parallel.schedule=ZBVZeroBubble"], ["parallel.schedule = ZBVZeroBubble", "did you mean zb_v"]),
