@@ -8,12 +8,15 @@ from megakit.config.schema import Config, ModelConfig
 from megakit.modeling.layout import context_length
 from megakit.parallel.grid import Grid
 from megakit.parallel.pipeline import generators
+from megakit.planner.machines import gpu_of
 from megakit.planner.memory import RESERVED
-from megakit.planner.relief import relief
+from megakit.planner.relief import Measured, relief
 from megakit.planner.stage import StagePlan, stage_plans
 from megakit.planner.states import accumulates_whole, fully_sharded, micro_batches
 from megakit.planner.table import make_table
+from megakit.planner.timing import estimate
 from megakit.planner.widths import GIB
+from megakit.planner.workload import Workload
 
 
 def counted(n: int, word: str, ending: str = "s") -> str:
@@ -93,11 +96,14 @@ def memory_notes(cfg: Config, world: int | None, stages: list[StagePlan]) -> lis
     if memory is None or worst.total_bytes <= memory * GIB * (1 - RESERVED):
         return []
 
-    def measure(changed: Config) -> tuple[int, int]:
+    known = gpu_of(cfg.cluster)
+
+    def measure(changed: Config) -> Measured:
         there = rules.resolve(changed, rules.planned_world(changed) if world is None else world)
         grid = Grid.of(there.parallel)
         largest = max(stage_plans(there, grid, make_table(there, grid)), key=lambda s: s.total_bytes)
-        return largest.state_bytes, largest.total_bytes - largest.state_bytes
+        speed = None if known is None else estimate(Workload.of(there), known[0]).tokens_per_s_per_gpu
+        return Measured(largest.state_bytes, largest.total_bytes - largest.state_bytes, speed)
 
     need = f"{worst.total_bytes / GIB:.1f} GiB, {worst.state_bytes / GIB:.1f} of them states"
     cure = relief(cfg, measure, memory * GIB * (1 - RESERVED))
