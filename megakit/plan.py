@@ -51,6 +51,7 @@ def run(args: Arguments) -> int:
     cfg = compose(args.overrides, args.config_dir, args.config_file, checked=not search)
     if "--calibrate" in args.values:
         return _calibrate(cfg)
+    cfg = _documented(cfg, checked=not search)
     cfg, plan, found = _searched(cfg) if search else (cfg, make_plan(cfg), None)
     if target := args.values.get("--report"):
         from megakit.planner.report import page
@@ -65,6 +66,20 @@ def run(args: Arguments) -> int:
         return EXIT_DONE
     _print(plan, found, "--explain" in args.values)
     return _verify(cfg, plan) if "--verify" in args.values else EXIT_DONE
+
+
+def _documented(cfg: Config, checked: bool) -> Config:
+    """With what its kind of GPU has where the recipe leaves the node open, which is said."""
+    from megakit.config import rules
+    from megakit.planner.machines import as_documented
+
+    known = as_documented(cfg)
+    if known.cluster.gpus_per_node != cfg.cluster.gpus_per_node:
+        node = f"nodes of {known.cluster.gpus_per_node} GPUs, as {cfg.cluster.name} has"
+        print(f"megakit: cluster.gpus_per_node is null: planned for {node}", file=sys.stderr)
+        if checked:
+            rules.check(known)
+    return known
 
 
 def _check(args: Arguments) -> None:

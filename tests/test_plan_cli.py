@@ -117,3 +117,23 @@ def test_a_search_also_helps_where_the_recipes_own_grid_is_refused(keys: list[st
 def test_a_recipe_that_no_grid_can_run_is_refused_by_its_fault(capsys):
     assert plan.main(["+recipe=llama7b", "model.hidden_size=4097", "--search"]) == 2
     assert "model.hidden_size = 4097" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [[], ["--search"]], ids=" ".join)
+def test_a_node_that_the_recipe_leaves_open_is_the_documented_one(options, capsys):
+    """With four nodes of an H100's eight GPUs the plan is that of the recipe, which says so."""
+    keys = ["+recipe=llama7b", "train.global_batch_size=64", *options]
+    assert plan.main(keys) == 0
+    given = capsys.readouterr().out
+    assert plan.main([*keys, "cluster.gpus_per_node=null", "cluster.gpu_memory_gib=null"]) == 0
+    out, said = capsys.readouterr()
+    assert out == given and "dp 32 x pp 1 x tp 1 = 32 ranks on 4 x 8 h100" in out
+    assert said == "megakit: cluster.gpus_per_node is null: planned for nodes of 8 GPUs, as h100 has\n"
+
+
+def test_a_node_that_is_left_open_is_checked_too(capsys):
+    keys = ["+recipe=llama70b", "cluster=local", "cluster.name=gb200", "cluster.nodes=64"]
+    assert plan.main(keys) == 2
+    assert "parallel.tp = 8 does not fit the nodes of cluster.gpus_per_node = 4" in capsys.readouterr().err
+    assert plan.main([*keys[:1], "cluster=local", "cluster.name=h100", "cluster.nodes=1", "parallel.dp=2"]) == 0, "more than one node has"
+    assert "dp 2 x pp 8 x tp 8 = 128 ranks" in capsys.readouterr().out

@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megakit.config.schema import ClusterConfig
+from megakit.config.rules import model_ranks
+from megakit.config.schema import ClusterConfig, Config
+from megakit.config.typed import replace
 from megakit.errors import Refused
 from megakit.planner.hardware import Fitted, Gpu, catalogue
 from megakit.planner.kernels import HALF_SPEED, STREAM
@@ -46,6 +48,22 @@ def gpu_of(cluster: ClusterConfig) -> tuple[Gpu, str] | None:
         return here[0].of_cluster(cluster), here[1]
     gpu = catalogue().get(cluster.name)
     return None if gpu is None else (gpu.of_cluster(cluster), "shipped constants")
+
+
+def as_documented(cfg: Config) -> Config:
+    """The recipe with the GPUs of a node and their memory, where it leaves them open and its kind of GPU is known; not where
+    parallel.dp asks for more GPUs than its nodes would then have."""
+    known = gpu_of(cfg.cluster)
+    if known is None:
+        return cfg
+    gpu, c = known[0], cfg.cluster
+    open_ones: dict[str, Any] = {}
+    if c.gpu_memory_gib is None:
+        open_ones["cluster.gpu_memory_gib"] = gpu.memory_gib
+    asked = (cfg.parallel.dp or 1) * model_ranks(cfg)
+    if c.gpus_per_node is None and (cfg.parallel.dp is None or asked <= c.nodes * gpu.gpus_per_node):
+        open_ones["cluster.gpus_per_node"] = gpu.gpus_per_node
+    return replace(cfg, open_ones) if open_ones else cfg
 
 
 def _measured(name: str) -> tuple[Gpu, str] | None:
