@@ -135,5 +135,6 @@ def test_a_node_that_is_left_open_is_checked_too(capsys):
     keys = ["+recipe=llama70b", "cluster=local", "cluster.name=gb200", "cluster.nodes=64"]
     assert plan.main(keys) == 2
     assert "parallel.tp = 8 does not fit the nodes of cluster.gpus_per_node = 4" in capsys.readouterr().err
-    assert plan.main([*keys[:1], "cluster=local", "cluster.name=h100", "cluster.nodes=1", "parallel.dp=2"]) == 0, "more than one node has"
+    more = ["cluster=local", "cluster.name=h100", "cluster.nodes=1", "parallel.dp=2"]  # than one node has
+    assert plan.main([*keys[:1], *more]) == 0
     assert "dp 2 x pp 8 x tp 8 = 128 ranks" in capsys.readouterr().out
