@@ -138,3 +138,10 @@ def test_a_node_that_is_left_open_is_checked_too(capsys):
     more = ["cluster=local", "cluster.name=h100", "cluster.nodes=1", "parallel.dp=2"]  # than one node has
     assert plan.main([*keys[:1], *more]) == 0
     assert "dp 2 x pp 8 x tp 8 = 128 ranks" in capsys.readouterr().out
+
+
+def test_a_recipe_is_planned_once_for_a_search_too(monkeypatch, capsys):
+    made = []
+    monkeypatch.setattr("megakit.planner.plan.make_plan", lambda cfg: made.append(make_plan(cfg)) or made[-1])
+    assert plan.main(["+recipe=llama7b", "cluster.nodes=1", "--search", "--json"]) == 0
+    assert len(made) == 1 and json.loads(capsys.readouterr().out)["grid"] == made[0].grid

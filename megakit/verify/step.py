@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import resource
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -25,18 +24,17 @@ from megakit.verify.world import fake_batches, fake_rank
 
 def step(cfg: Config, rank: int, replay: bool = True) -> Stepped:
     """Step `rank` of a resolved recipe: new weights go out, one training step, and what is still under way ends."""
-    started = time.process_time()
     torch.set_num_threads(1)
     gc.freeze()
     try:
-        return _step(cfg, rank, replay, started)
+        return _step(cfg, rank, replay)
     except NotAlike:
-        return _step(cfg, rank, False, started)
+        return _step(cfg, rank, replay=False)
     finally:
         gc.unfreeze()
 
 
-def _step(cfg: Config, rank: int, replay: bool, started: float) -> Stepped:
+def _step(cfg: Config, rank: int, replay: bool) -> Stepped:
     live = LiveBytes()
 
     def comm(state: ParallelState) -> RecordingComm:
@@ -54,20 +52,17 @@ def _step(cfg: Config, rank: int, replay: bool, started: float) -> Stepped:
         passes = Replay(engine, len(batches)) if replay and len(batches) > FIRST + 1 else None
         errors = _run(engine, door, batches)
         program = door.recorder.program()
-        queues = dict(door.queues)
         errors += _left_alone(live, program) + [f"never waits for the end of {program.where(n)}" for n in program.never_waited()]
         end = live.now
     return Stepped(
         rank=rank,
         program=program,
-        queues=queues,
         errors=list(dict.fromkeys(errors)),
         static_bytes=static,
         most_bytes=live.most,
         at=live.at,
         end_bytes=end,
         skipped=passes.skipped if passes else 0,
-        seconds=time.process_time() - started,
         peak_rss=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     )
 

@@ -25,8 +25,6 @@ class Stepped:
 
     rank: int
     program: Program
-    queues: dict[str, str]
-    """Name of each of its groups -> name of the first that has the same process group."""
     errors: list[str]
     static_bytes: int
     """Tensors that live as long as the run: weights, gradients, masters, moments, as the buffers have them."""
@@ -37,7 +35,5 @@ class Stepped:
     """Alive when the step has ended."""
     skipped: int
     """Passes that were replayed, not run."""
-    seconds: float
-    """Of CPU."""
     peak_rss: int
     """Bytes of the process that stepped it."""
