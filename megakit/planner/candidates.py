@@ -151,10 +151,10 @@ def _stage_layers(cfg: Config, pp: int, virtual: int, schedule: str) -> tuple[in
 
 
 def _sharding(cfg: Config, gpu: Gpu, dp: int, pp: int, cp: int, tp: int) -> Iterator[tuple[int, int | None]]:
-    """(ZeRO, ranks of a group that shards). ZeRO 0 moves as much as ZeRO 1 and holds more: only where there is one rank."""
+    """(ZeRO, ranks of a group that shards)."""
     replicas = dp * cp
+    yield 0, None
     if replicas == 1:
-        yield 0, None
         return
     yield 1, None
     yield 2, None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 
 import pytest
 
@@ -21,6 +22,7 @@ from megakit.planner.search import BEST, search
 from megakit.planner.sizes import Sizes
 from megakit.planner.table import make_table
 from megakit.planner.timing import estimate
+from megakit.planner.why import grid_text
 from megakit.planner.widths import GIB
 from megakit.planner.workload import Workload
 
@@ -89,6 +91,31 @@ def test_the_reasons_name_what_costs_more(found):
     tps = {f"parallel.tp={tp}" for tp in (1, 2, 4, 8)} - {f"parallel.tp={best.value('parallel.tp')}"}
     assert tps <= values and not any(value == f"parallel.pp={best.value('parallel.pp')}" for value in values)
     assert all("slower" in r or "fit" in r or "refused" in r for r in found.reasons)
+
+
+def test_a_reason_adds_up_and_its_grid_is_the_fastest_that_fits(recipe, found):
+    """Each part that is named is the difference of two plans; recomputation and unequal stages stand apart."""
+    best = found.best[0]
+    tried = [(estimate(c.workload, H100).seconds, c) for c in candidates(recipe, H100, 16) if c.workload.schedule != "zb_v"]
+    sizes = Sizes(recipe, H100.memory_gib * GIB * (1 - RESERVED))
+    told = 0
+    for reason in found.reasons:
+        key, _, value = reason.partition(":")[0].partition("=")
+        of_value = sorted((s, i) for i, (s, c) in enumerate(tried) if str(c.keys[key]) == value)
+        fastest = next((tried[i] for _, i in of_value if sizes.fits(tried[i][1])), None)
+        if fastest is None:
+            assert "doesn't fit" in reason
+            continue
+        seconds, one = fastest
+        slower = seconds / best.step.seconds - 1
+        share = re.search(r": ([\d.]+)% slower", reason)
+        assert float(share[1]) / 100 == pytest.approx(slower, abs=0.0051) if share else slower < 0.001
+        assert grid_text(one.keys) in reason
+        if m := re.search(r"\+([\d.e-]+) s of (tp|dp) communication", reason):
+            more = estimate(one.workload, H100).exposed[m[2]] - best.step.exposed[m[2]]
+            assert float(m[1]) == pytest.approx(more, rel=0.2)
+            told += 1
+    assert told > 2
 
 
 @pytest.mark.parametrize(
