@@ -157,7 +157,7 @@ def make_plan(cfg: Config, world: int | None = None) -> Plan:
         notes=[
             *notes_of(cfg, grid, stages, open_world),
             *memory_notes(original, world, stages),
-            *([] if gpu is None else traps(cfg, grid, gpu)),
+            *([] if gpu is None else traps(cfg, grid, gpu, original.parallel.dp is not None)),
         ],
     )
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 
-from megakit.config.schema import Config
+from megakit.config import rules
+from megakit.config.schema import Config, ModelConfig
 from megakit.modeling.balance import head_dim
+from megakit.modeling.layout import padded_vocabulary
 from megakit.parallel.grid import Grid
+from megakit.planner.better import better, other_grids
 from megakit.planner.hardware import Gpu
 from megakit.planner.timing import StepTime, estimate
 from megakit.planner.workload import Workload
@@ -22,14 +26,25 @@ PADDED = 0.05
 """Share of the vocabulary's rows that are padding from which on it is told."""
 
 
-def traps(cfg: Config, grid: Grid, gpu: Gpu) -> list[str]:
-    """Of a resolved recipe on this GPU; [] is a good sign and no proof."""
+COMPARED = "--search compares other grids"
+
+
+def traps(cfg: Config, grid: Grid, gpu: Gpu, dp_given: bool = False) -> list[str]:
+    """Of a resolved recipe on this GPU, which gave parallel.dp or didn't; [] is a good sign and no proof."""
     workload = Workload.of(cfg)
     step = estimate(workload, gpu)
+    of_grid = [
+        *_tensor_parallel(grid, gpu, step),
+        *_context_parallel(step),
+        *_recompute(workload, step, gpu),
+    ]
+    if of_grid and cfg.parallel.layers_per_stage is None and cfg.parallel.recompute_layers is None:
+        cure = better(cfg, gpu, other_grids(cfg, gpu), dp_given)
+        of_grid[0] += f": use {cure}" if cure else f": {COMPARED}"
     return [
         *_pipeline(cfg, grid, workload, step, gpu),
-        *_communication(grid, gpu, workload, step),
-        *_recompute(workload, step, gpu),
+        *of_grid,
+        *_replicas(cfg, grid, gpu, workload, step, dp_given),
         *_shapes(cfg, grid, workload),
     ]
 
@@ -81,60 +96,95 @@ def _larger_batches(w: Workload) -> Iterator[tuple[str, Workload]]:
         yield f"train.global_batch_size >= {size}", dataclasses.replace(w, micro_batches=count)
 
 
-def _communication(grid: Grid, gpu: Gpu, w: Workload, step: StepTime) -> Iterator[str]:
-    share = {axis: seconds / step.seconds for axis, seconds in step.exposed.items()}
+def _tensor_parallel(grid: Grid, gpu: Gpu, step: StepTime) -> Iterator[str]:
+    share = step.exposed["tp"] / step.seconds
+    takes = f"tensor parallel communication is {share:.0%} of the step"
     if grid.tp > gpu.nvlink_reach:
-        yield f"parallel.tp = {grid.tp} crosses nodes of {gpu.gpus_per_node} GPUs: its traffic takes the network"
-    if share.get("tp", 0.0) > EXPOSED:
-        yield (
-            f"tensor parallel communication is {share['tp']:.0%} of the step: a smaller parallel.tp with more parallel.pp, or"
-            " ZeRO over dp, may be faster; --search compares them"
-        )
-    if share.get("cp", 0.0) > EXPOSED:
-        yield (
-            f"context parallel communication is {share['cp']:.0%} of the step: a smaller parallel.cp, whose ranks share a node,"
-            " may be faster; --search compares them"
-        )
-    replicas = grid.size("dp_shard")
-    if share.get("dp", 0.0) > EXPOSED:
+        yield f"parallel.tp = {grid.tp} crosses nodes of {gpu.gpus_per_node} GPUs, its traffic takes the network: {takes}"
+    elif share > EXPOSED:
+        yield f"{takes}, parallel.tp = {grid.tp}"
+
+
+def _context_parallel(step: StepTime) -> Iterator[str]:
+    share = step.exposed["cp"] / step.seconds
+    if share > EXPOSED:
+        yield f"context parallel communication is {share:.0%} of the step"
+
+
+def _replicas(cfg: Config, grid: Grid, gpu: Gpu, w: Workload, step: StepTime, dp_given: bool) -> Iterator[str]:
+    replicas, share = grid.size("dp_shard"), step.exposed["dp"] / step.seconds
+    if share > EXPOSED:
         inside = gpu.gpus_per_node // grid.tp
-        cure = "a larger train.global_batch_size"
+        cure = f"train.global_batch_size={2 * cfg.train.global_batch_size} or more"
         if w.zero == 3 and 1 < inside < replicas:
             cure = f"parallel.zero_group={inside}, which shards inside a node, or {cure}"
-        yield f"communication between replicas is {share['dp']:.0%} of the step: use {cure}"
+        yield f"communication between replicas is {share:.0%} of the step: use {cure}"
     if w.zero == 3 and replicas > 1 and w.micro_batches > 1:
+        micros = [cfg.train.micro_batch_size * n for n in (1, 2, 4, 8)]
+        ways = ({"train.micro_batch_size": n, "parallel.zero": zero} for n in micros for zero in (3, 2, 1))
+        faster = better(cfg, gpu, ways, dp_given)
         yield (
-            f"parallel.zero = 3 gathers the weights in each of {w.micro_batches} micro-batches: accumulation doesn't make its"
-            " traffic less; use a larger train.micro_batch_size, or parallel.zero=1 if it fits"
+            f"parallel.zero = 3 gathers the weights in each of {w.micro_batches} micro-batches, accumulation doesn't make its"
+            f" traffic less: {f'use {faster}' if faster else 'no other micro-batch, and no other ZeRO, is faster and fits'}"
         )
 
 
 def _recompute(w: Workload, step: StepTime, gpu: Gpu) -> Iterator[str]:
-    if w.recompute != "full":
-        return
-    without = estimate(dataclasses.replace(w, recompute="none", recompute_layers=None), gpu)
-    yield (
-        f"parallel.recompute = full takes {1 - without.seconds / step.seconds:.0%} of the step: a grid that fits without it may"
-        " be faster; --search compares them"
-    )
+    if w.recompute == "full":
+        without = estimate(dataclasses.replace(w, recompute="none", recompute_layers=None), gpu)
+        yield f"parallel.recompute = full takes {1 - without.seconds / step.seconds:.0%} of the step"
 
 
 def _shapes(cfg: Config, grid: Grid, w: Workload) -> Iterator[str]:
-    m, tp = cfg.model, grid.tp
+    m, tp, width = cfg.model, grid.tp, head_dim(cfg.model)
+    unit = math.lcm(TILE, m.num_attention_heads * 8)  # so that a head is a multiple of 8 wide
     widths = {
-        "model.hidden_size": m.hidden_size,
-        "model.ffn_hidden_size / tp": m.ffn_hidden_size // tp,
-        "query, key and value features / tp": (m.num_attention_heads + 2 * m.num_query_groups) * head_dim(m) // tp,
-        "vocabulary rows / tp": w.vocab // tp,
+        "model.hidden_size": (m.hidden_size, m.hidden_size, unit),
+        "model.ffn_hidden_size": (m.ffn_hidden_size, m.ffn_hidden_size // tp, TILE * tp),
     }
-    for name, width in widths.items():
-        if width % TILE:
-            yield f"{name} = {width} is no multiple of {TILE}: matrix products on it leave tensor cores idle"
-    if head_dim(m) % 8:
-        yield f"a head is {head_dim(m)} wide, no multiple of 8: fused attention doesn't take it, or pads it"
-    padding = 1 - m.vocab_size / w.vocab
-    if padding > PADDED:
+    for name, (value, part, step) in widths.items():
+        if part % TILE:
+            cut = f" / parallel.tp {tp} = {part}" if part != value else ""
+            near = rules.nearest_multiples(value, step)
+            yield f"{name} = {value}{cut} is no multiple of {TILE}, {IDLE_CORES}: use {name}={near}"
+    features = (m.num_attention_heads + 2 * m.num_query_groups) * width // tp
+    if features % TILE and not m.hidden_size % TILE:
         yield (
-            f"{padding:.0%} of the vocabulary's rows are padding (model.vocab_size = {m.vocab_size} on parallel.tp = {tp}):"
-            " use a smaller model.make_vocab_size_divisible_by"
+            f"query, key and value features / tp = {features} are no multiple of {TILE}, {IDLE_CORES}: use heads whose width,"
+            f" {width}, is a multiple of {TILE}{_heads(m, tp, TILE)}"
         )
+    if width % 8:
+        yield (
+            f"a head is {width} wide, no multiple of 8: fused attention doesn't take it, or pads it: use a width of"
+            f" {rules.nearest_multiples(width, 8)}{_heads(m, tp, 8)}"
+        )
+    yield from _vocabulary(m, tp, w.vocab)
+
+
+IDLE_CORES = "its matrix products leave tensor cores idle"
+
+
+def _heads(m: ModelConfig, tp: int, unit: int) -> str:
+    """Numbers of heads that have such a width, with as many query groups for each."""
+    fit = [n for n in range(1, m.hidden_size // unit + 1) if m.hidden_size % (n * unit) == 0]
+    fit = [n for n in fit if n % tp == 0 and n % m.num_query_groups == 0]
+    nearest = min(fit, key=lambda n: abs(n - m.num_attention_heads), default=None)
+    return "" if nearest is None else f", as model.num_attention_heads={nearest} has"
+
+
+def _vocabulary(m: ModelConfig, tp: int, rows: int) -> Iterator[str]:
+    given = f"model.make_vocab_size_divisible_by = {m.make_vocab_size_divisible_by}"
+    fine = next((n for n in (128, TILE) if 1 - m.vocab_size / _padded(m, tp, n) <= PADDED), TILE)
+    if rows // tp % TILE:
+        yield (
+            f"vocabulary rows / tp = {rows // tp} are no multiple of {TILE} with {given}, {IDLE_CORES}: use"
+            f" model.make_vocab_size_divisible_by={fine}"
+        )
+    padding = 1 - m.vocab_size / rows
+    if padding > PADDED and _padded(m, tp, fine) < rows:
+        sizes = f"model.vocab_size = {m.vocab_size}, parallel.tp = {tp}, {given}"
+        yield (f"{padding:.0%} of the vocabulary's rows are padding ({sizes}): use model.make_vocab_size_divisible_by={fine}")
+
+
+def _padded(m: ModelConfig, tp: int, unit: int) -> int:
+    return padded_vocabulary(dataclasses.replace(m, make_vocab_size_divisible_by=unit), tp)
