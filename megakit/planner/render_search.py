@@ -54,6 +54,8 @@ def render_search(found: Search) -> RenderableType:
     parts: list[RenderableType] = [title, table]
     if found.best:
         parts.append(Text(f"The best: {found.best[0].overrides}"))
+        if found.own:
+            parts.append(Text(f"The recipe's own grid: {found.own}"))
         parts.append(Text("Why not"))
         parts += [Text(f"  {reason}") for reason in found.reasons]
     return Group(*parts)

@@ -23,6 +23,7 @@ from megakit.planner.sizes import Sizes
 from megakit.planner.timing import StepTime, at_least, estimate
 from megakit.planner.why import grid_text, why
 from megakit.planner.widths import GIB
+from megakit.planner.workload import Workload
 
 BEST = 10
 """Grids that are shown."""
@@ -61,6 +62,8 @@ class Search:
     """Those that fit, fastest first; of those that differ in their schedule and chunks alone the first."""
     reasons: list[str]
     """Why the other values of each key are worse."""
+    own: str
+    """What the recipe's own grid costs beside the best one; empty where it is refused, or is for other GPUs."""
 
 
 @dataclass(eq=False)
@@ -83,7 +86,7 @@ class _Tried:
 
 def search(cfg: Config, gpu: Gpu, progress: Progress | None = None) -> Search:
     """The best grids for the cluster of a recipe. Raises Refused where no grid fits."""
-    world = rules.planned_world(cfg)
+    world = rules.cluster_world(cfg) or rules.planned_world(cfg)
     tried = [_tried(candidate, gpu) for candidate in candidates(cfg, gpu, world)]
     if not tried:
         raise Refused(f"no grid of {world} GPUs takes {_batch_text(cfg)}: use a multiple of a power of 2, or other GPUs")
@@ -98,7 +101,17 @@ def search(cfg: Config, gpu: Gpu, progress: Progress | None = None) -> Search:
     if not best:
         raise _nothing_fits(cfg, gpu, world, tried, sizes)
     found = [Found(x.keys, _step(x), sizes.of(x.candidate) or 0, shown(x.keys, cfg)) for x in best]
-    return Search(world, gpu.memory_gib, len(tried), found, _reasons(best[0], tried, sizes, gpu))
+    own = _own(cfg, gpu, world, best[0])
+    return Search(world, gpu.memory_gib, len(tried), found, _reasons(best[0], tried, sizes, gpu), own)
+
+
+def _own(cfg: Config, gpu: Gpu, world: int, best: _Tried) -> str:
+    try:
+        rules.check(cfg)
+        workload = Workload.of(rules.resolve(cfg, world))
+    except Refused:
+        return ""
+    return why((best.candidate.workload, _step(best)), (workload, estimate(workload, gpu)), gpu)
 
 
 def _tried(candidate: Candidate, gpu: Gpu) -> _Tried:

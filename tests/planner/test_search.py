@@ -10,15 +10,17 @@ import pytest
 
 from megakit.config import rules
 from megakit.config.compose import compose
+from megakit.config.ranges import CHOICES
 from megakit.config.typed import replace
 from megakit.errors import Refused
 from megakit.modeling.layout import model_stages
 from megakit.parallel.grid import Grid
 from megakit.planner.candidates import candidates
 from megakit.planner.hardware import find
+from megakit.planner.machines import gpu_of
 from megakit.planner.memory import RESERVED, peaks
 from megakit.planner.plan import make_plan
-from megakit.planner.search import BEST, search
+from megakit.planner.search import BEST, search, shown
 from megakit.planner.sizes import Sizes
 from megakit.planner.table import make_table
 from megakit.planner.timing import estimate
@@ -71,6 +73,55 @@ def test_overrides_undo_what_the_recipe_sets_for_its_own_grid(keys):
         plan = make_plan(compose([*args, *f.overrides.split()]))
         assert plan.estimate is not None and plan.estimate.step == f.step
         assert plan.stages[plan.worst_stage].total_bytes == pytest.approx(f.peak_bytes, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        *([f"train.precision={precision}"] for precision in CHOICES["train.precision"]),
+        ["train.grad_dtype=bf16"],
+        ["optim=muon"],
+        ["train.rampup_batch_size=[32,16,1000]"],
+        ["parallel.cp=2", "parallel.cp_comm_type=all_gather"],
+        ["parallel.bucket_size=1000000"],
+        ["train.seq_len=2047"],
+        ["cluster=local", "cluster.name=gb200", "cluster.gpus_per_node=4", "cluster.nodes=4"],
+    ],
+    ids=" ".join,
+)
+def test_whatever_the_recipe_sets_the_best_is_a_plan_with_the_same_time_and_bytes(keys):
+    args = ["+recipe=llama7b", "cluster.nodes=2", "train.global_batch_size=64", *keys]
+    cfg = compose(args)
+    found = search(cfg, gpu_of(cfg.cluster)[0])
+    for f in (found.best[0], found.best[-1]):
+        plan = make_plan(compose([*args, *f.overrides.split()]))
+        assert plan.estimate.step == f.step
+        assert plan.stages[plan.worst_stage].total_bytes == f.peak_bytes
+
+
+def test_a_rack_takes_tp_beyond_a_node():
+    """A GB200 has 4 GPUs in a node and 72 on NVLink: TP 8 is tried, by name, and never over two racks."""
+    args = ["+recipe=llama70b", "cluster=local", "cluster.name=gb200", "cluster.gpus_per_node=4"]
+    for nodes in (18, 36):
+        cfg = compose([*args, f"cluster.nodes={nodes}", "train.global_batch_size=1008"], checked=False)
+        tried = list(candidates(cfg, gpu_of(cfg.cluster)[0], 4 * nodes))
+        assert {c.keys["parallel.tp"] for c in tried} == {1, 2, 4, 8}
+        assert all(c.keys["parallel.allow_tp_across_nodes"] == (c.keys["parallel.tp"] > 4) for c in tried)
+    beyond = next(c for c in tried if c.keys["parallel.tp"] == 8 and c.workload.schedule == "1f1b")
+    plan = make_plan(compose([*args, "cluster.nodes=36", "train.global_batch_size=1008", *shown(beyond.keys, cfg).split()]))
+    assert plan.world == 144 and plan.links["tp"] == "nvlink"
+    wide = replace(cfg, {"model.num_query_groups": 64})
+    tps = {n: {c.keys["parallel.tp"] for c in candidates(wide, gpu_of(cfg.cluster)[0], n)} for n in (64, 144)}
+    assert 16 in tps[64] and 16 not in tps[144], "of two racks of 72, groups of 16 would lie on both"
+
+
+def test_the_recipes_own_grid_is_compared():
+    cfg = compose(["+recipe=llama7b", "cluster.nodes=2", "train.global_batch_size=64", "parallel.tp=8"])
+    found = search(cfg, H100)
+    slower = make_plan(cfg).estimate.step.seconds / found.best[0].step.seconds - 1
+    assert found.own.startswith(f"{slower:.0%} slower, +") and "tp communication" in found.own
+    assert search(replace(cfg, found.best[0].keys), H100).own == "as fast"
+    assert search(replace(cfg, {"parallel.dp": 1}), H100).world == 16, "all of the cluster's"
 
 
 def test_the_best_are_in_order_and_faster_than_the_recipe(recipe, found):
