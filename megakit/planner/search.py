@@ -158,10 +158,11 @@ def _fastest(tried: Iterable[_Tried], sizes: Sizes, gpu: Gpu) -> Iterator[_Tried
 
 
 def _unlike(found: Iterable[_Tried]) -> Iterator[_Tried]:
-    """Of those that differ in their schedule and chunks alone, the first."""
+    """Of those that differ in their schedule and chunks alone, or in ZeRO 0 and 1, the first."""
     seen = set()
     for one in found:
-        grid = tuple(value for key, value in one.keys.items() if key not in ("parallel.virtual_stages", "parallel.schedule"))
+        alike = {"parallel.virtual_stages": 0, "parallel.schedule": "", "parallel.zero": max(1, one.keys["parallel.zero"])}
+        grid = tuple((one.keys | alike).values())
         if grid not in seen:
             seen.add(grid)
             yield one
