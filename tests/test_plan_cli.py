@@ -145,3 +145,16 @@ def test_a_recipe_is_planned_once_for_a_search_too(monkeypatch, capsys):
     monkeypatch.setattr("megakit.planner.plan.make_plan", lambda cfg: made.append(make_plan(cfg)) or made[-1])
     assert plan.main(["+recipe=llama7b", "cluster.nodes=1", "--search", "--json"]) == 0
     assert len(made) == 1 and json.loads(capsys.readouterr().out)["grid"] == made[0].grid
+
+
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [
+        ("train.precision=fp8", "train.precision = fp8 is not built yet: use bf16, fp16 or fp32"),
+        ("cluster.nodes=0", "cluster.nodes = 0 must be at least 1"),
+        ("model.num_attention_heads=30", "model.hidden_size = 4096 is not divisible by model.num_attention_heads = 30"),
+    ],
+)
+def test_a_search_refuses_what_no_grid_can_use(key, says, capsys):
+    assert plan.main(["+recipe=llama7b", key, "--search"]) == 2
+    assert says in capsys.readouterr().err

@@ -122,23 +122,30 @@ def nearest_multiples(value: int, unit: int) -> str:
 
 def _check_model(cfg: Config) -> None:
     m = cfg.model
+    pairs = 2 if m.position_embedding == "rope" else 1
+    wide = [n for n in _divisors(m.hidden_size) if m.hidden_size // n % pairs == 0]
+    heads: list[Change] = [{"model.num_attention_heads": n} for n in _nearest_first(wide, m.num_attention_heads)]
+    sizes = _near("model.hidden_size", m.hidden_size, pairs * m.num_attention_heads)
     if m.hidden_size % m.num_attention_heads:
-        near = nearest_multiples(m.hidden_size, m.num_attention_heads)
-        raise Refused(
-            f"model.hidden_size = {m.hidden_size} is not divisible by model.num_attention_heads = {m.num_attention_heads}:"
-            f" use a hidden size of {near}, or other heads"
+        raise Broken(
+            f"model.hidden_size = {m.hidden_size} is not divisible by model.num_attention_heads = {m.num_attention_heads}",
+            *([change] for change in sizes),
+            heads,
         )
     if m.num_attention_heads % m.num_query_groups:
-        divisors = _listed(_divisors(m.num_attention_heads))
-        raise Refused(
+        divisors = _divisors(m.num_attention_heads)
+        raise Broken(
             f"model.num_attention_heads = {m.num_attention_heads} is not divisible by model.num_query_groups ="
-            f" {m.num_query_groups}: use {divisors} groups"
+            f" {m.num_query_groups}; valid groups {_listed(divisors)}",
+            [{"model.num_query_groups": n} for n in _nearest_first(divisors, m.num_query_groups)],
         )
     width = m.hidden_size // m.num_attention_heads
     if m.position_embedding == "rope" and width % 2:
-        raise Refused(
-            f"model.hidden_size / model.num_attention_heads = {m.hidden_size} / {m.num_attention_heads} = {width} is odd:"
-            " rope turns pairs, use an even head width"
+        raise Broken(
+            f"model.hidden_size / model.num_attention_heads = {m.hidden_size} / {m.num_attention_heads} = {width} is odd, and"
+            " rope turns pairs",
+            heads,
+            *([change] for change in sizes),
         )
 
 

@@ -15,6 +15,7 @@ from megakit.config import rules
 from megakit.config.keys import show
 from megakit.config.schema import Config, ParallelConfig
 from megakit.config.terminal import Progress
+from megakit.config.typed import replace
 from megakit.errors import Refused
 from megakit.planner.candidates import UNSET, Candidate, Keys, candidates
 from megakit.planner.hardware import Gpu
@@ -31,6 +32,9 @@ SILENT = {"parallel.schedule": "1f1b", "parallel.virtual_stages": 1, "parallel.c
           "parallel.stage_balance": "layers", "parallel.zero3_reduce": "microbatch", "parallel.cp_comm_type": "p2p",
           "parallel.allow_tp_across_nodes": False, "parallel.bucket_size": ParallelConfig.bucket_size, **UNSET}  # fmt: skip
 """The schema's defaults: not worth a word where the recipe has them too."""
+ALONE = {"parallel.tp": 1, "parallel.sequence_parallel": False, "parallel.pp": 1, "parallel.dp": 1, "parallel.zero": 0,
+         "parallel.recompute": "none", "train.micro_batch_size": 1, **SILENT}  # fmt: skip
+"""The grid of one rank: what the rules say of a recipe with it, they say of it with every grid."""
 COMPARED = ("parallel.tp", "parallel.pp", "parallel.cp", "parallel.zero", "train.micro_batch_size", "parallel.recompute")
 """Keys of whose other values it is said why they are worse."""
 
@@ -85,7 +89,9 @@ class _Tried:
 
 
 def search(cfg: Config, gpu: Gpu, progress: Progress | None = None) -> Search:
-    """The best grids for the cluster of a recipe. Raises Refused where no grid fits."""
+    """The best grids for the cluster of a recipe, whose own grid may be one that is refused. Raises Refused where no grid fits,
+    and for a value that can't be used by any."""
+    rules.check(replace(cfg, ALONE))
     world = rules.cluster_world(cfg) or rules.planned_world(cfg)
     tried = [_tried(candidate, gpu) for candidate in candidates(cfg, gpu, world)]
     if not tried:

@@ -21,7 +21,7 @@ LLAMA3 = ["model.rope_scaling=llama3", *YARN[1:], "model.rope_low_freq_factor=1"
         (["model.num_attention_heads=6", "model.hidden_size=72", "model.num_query_groups=6", "parallel.tp=4"],
          ["model.num_query_groups = 6", "parallel.tp = 4", "valid tp 1, 2"]),
         (["model.num_query_groups=2", "parallel.tp=4"], ["model.num_query_groups = 2", "parallel.tp = 4", "valid tp 1, 2"]),
-        (["model.hidden_size=66"], ["model.hidden_size = 66", "model.num_attention_heads = 8", "64 or 72"]),
+        (["model.hidden_size=66"], ["model.hidden_size = 66", "model.num_attention_heads = 8", "64 or 80"]),
         (["model.ffn_hidden_size=175", "parallel.tp=2"], ["model.ffn_hidden_size = 175", "parallel.tp = 2", "valid tp 1"]),
         (["train.seq_len=33", "parallel.tp=2", "parallel.sequence_parallel=true"],
          ["train.seq_len = 33", "parallel.tp = 2", "valid tp 1"]),
