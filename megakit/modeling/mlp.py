@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megakit.config.schema import ModelConfig
-from megakit.ops.swiglu import swiglu
+from megakit.ops.activation import swiglu
 from megakit.parallel.tensor import Region, column_linear, row_linear
 
 

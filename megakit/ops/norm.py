@@ -1,9 +1,15 @@
-"""RMSNorm (Zhang & Sennrich 2019), y = x / sqrt(mean(x^2) + eps) * weight, computed in fp32."""
+"""RMSNorm (Zhang & Sennrich 2019), y = x / sqrt(mean(x^2) + eps) * weight, and LayerNorm (Ba et al. 2016), computed in fp32."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+
+from megakit.ops.backends import CSRC, TORCH, suits
+from megakit.ops.fused import norm as _fused  # noqa: F401  defines torch.ops.megakit.norm
+
+WIDEST = 16384
+"""Columns that the kernels hold in registers; 4096 where rows are not a multiple of 16 bytes."""
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -26,6 +32,34 @@ class _RMSNorm(torch.autograd.Function):
         return gx.to(x.dtype), gw, None
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x [..., H], weight [H] -> [..., H] in the dtype of x. Keeps x and one fp32 statistic per row, on every device."""
+def _fits(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
+    cols = x.shape[-1]
+    return suits(x, *others) and cols <= (WIDEST if cols * x.element_size() % 16 == 0 else WIDEST // 4)
+
+
+def norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, backend: str = TORCH) -> torch.Tensor:
+    """x [..., H], weight and bias [H] -> [..., H] in the dtype of x. LayerNorm, or RMSNorm without a bias.
+
+    Keeps x and one or two fp32 statistics per row, on every device.
+    """
+    if backend == CSRC and _fits(x, weight, bias):
+        return torch.ops.megakit.norm(x, weight, bias, eps)[0]
+    if bias is not None:
+        return F.layer_norm(x, weight.shape, weight, bias, eps)
     return F.rms_norm(x, weight.shape, weight, eps) if x.is_cuda else _RMSNorm.apply(x, weight, eps)
+
+
+def add_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, backend: str = TORCH
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x and residual [..., H] -> norm(x + residual) and x + residual."""
+    if backend == CSRC and _fits(x, residual, weight, bias):
+        y, h, *_ = torch.ops.megakit.add_norm(x, residual, weight, bias, eps)
+        return y, h
+    h = residual + x
+    return norm(h, weight, bias, eps, backend), h
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, backend: str = TORCH) -> torch.Tensor:
+    """x [..., H], weight [H] -> [..., H]"""
+    return norm(x, weight, None, eps, backend)

@@ -1,7 +1,7 @@
 """The activation ledger: every tensor that a stage keeps of one micro-batch from its forward to its backward pass.
 
 It follows what the modules save: linear layers their input, before it is gathered (parallel/tensor.py); norms their input
-and one fp32 statistic per row (ops/norm.py); SwiGLU its input (ops/swiglu.py); attention what a flash kernel needs; the loss
+and one fp32 statistic per row (ops/norm.py); SwiGLU its input (ops/activation.py); attention what a flash kernel needs; the loss
 the fp32 probabilities (parallel/loss.py). Dropout keeps nothing, its masks are drawn again. A tensor that two save counts
 once. Tests hold the sum against the bytes that are really kept. No torch here.
 

@@ -13,7 +13,7 @@ import torch
 from spmd_types import I, P, R, S, V, rules
 
 from megakit.ops.norm import _RMSNorm
-from megakit.ops.swiglu import _SwiGLU
+from megakit.ops.activation import _SwiGLU
 from megakit.parallel.comm import Comm
 from megakit.parallel.context import Exchange, _Gathered, _Ring
 from megakit.parallel.loss import _CrossEntropy

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from megakit.ops.norm import rms_norm
-from megakit.ops.swiglu import swiglu
+from megakit.ops.activation import swiglu
 
 
 def kept(fn, *inputs: torch.Tensor) -> list[tuple[int, ...]]:

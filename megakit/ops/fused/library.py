@@ -1,0 +1,125 @@
+"""The built library: found, checked and called. It is loaded at the first use, never built here."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, TypeVar
+
+import torch
+
+from megakit.ops.folder import NAMES, folder
+
+ABI_VERSION = 1
+"""MEGAKIT_ABI_VERSION of csrc/include/megakit/abi.h."""
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+_TYPES = {
+    "p": ctypes.c_void_p,
+    "i": ctypes.c_int,
+    "l": ctypes.c_int64,
+    "u": ctypes.c_uint64,
+    "f": ctypes.c_float,
+}
+
+_SIGNATURES = {
+    "mk_norm_forward": "pppppppplifi",
+    "mk_norm_backward": "ppppppppppliii",
+    "mk_rope": "pppplii" + "llll" + "iii",
+    "mk_swiglu_forward": "pplii",
+    "mk_swiglu_backward": "ppplii",
+    "mk_gelu_forward": "ppplii" + "i",
+    "mk_gelu_backward": "pppppp" + "liiii",
+    "mk_loss_forward": "ppp" + "liili",
+    "mk_loss_backward": "pppp" + "liill" + "flfi",
+    "mk_softmax_forward": "ppp" + "liiifii",
+    "mk_softmax_backward": "ppp" + "lifi",
+    "mk_dropout": "ppp" + "lfui",
+    "mk_adamw": "pi" + "ffffff" + "i",
+    "mk_square_sum": "pp" + "li",
+}
+"""The parameters of each function but the last, the stream: pointer, int, int64, uint64, float."""
+
+_REFUSALS = {-1: "a dtype that the kernel doesn't have", -2: "a size or an alignment that the kernel doesn't have"}
+
+
+class Missing(Exception):
+    """There is no usable library; the message says why and what to do."""
+
+
+@functools.cache
+def load(device_type: str) -> ctypes.CDLL:
+    """The library for tensors on that type of device. Raises Missing."""
+    if device_type not in NAMES:
+        raise Missing(f"there are no kernels for {device_type} devices")
+    path = folder() / NAMES[device_type]
+    cure = f"run python -m megakit.ops.build {'cuda' if device_type == 'cuda' else 'emulated'}"
+    if not path.is_file():
+        raise Missing(f"there is no {path}: {cure}")
+    try:
+        library = ctypes.CDLL(str(path))
+        found = library.megakit_abi_version()
+    except (OSError, AttributeError) as e:
+        raise Missing(f"{path} can't be loaded ({e}): {cure}") from e
+    if found != ABI_VERSION:
+        raise Missing(f"{path} has interface {found}, this megakit needs {ABI_VERSION}: {cure}")
+    for name, types in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = [*(_TYPES[t] for t in types), ctypes.c_void_p], ctypes.c_int
+    return library
+
+
+def call(name: str, device: torch.device, *args: Any) -> None:
+    """Call `name` on the current stream of `device`; a tensor stands for its pointer, None for a null one.
+
+    Raises RuntimeError if the kernel refuses the call or can't be started.
+    """
+    cuda = device.type == "cuda"
+    values = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args]
+    with torch.cuda.device(device) if cuda else nullcontext():
+        stream = torch.cuda.current_stream(device).cuda_stream if cuda else None
+        status = getattr(load(device.type), name)(*values, stream)
+    if status:
+        raise RuntimeError(f"{name}: {_REFUSALS.get(status, f'CUDA error {status}')}")
+
+
+def dtype_code(x: torch.Tensor) -> int:
+    """Raises RuntimeError for a dtype without kernels."""
+    if x.dtype not in DTYPES:
+        raise RuntimeError(f"no kernel for {x.dtype}: use one of {', '.join(map(str, DTYPES))}")
+    return DTYPES[x.dtype]
+
+
+def persistent_blocks(device: torch.device, rows: int) -> int:
+    """How many blocks go down the rows together, each leaving a partial sum: one per multiprocessor of a GPU."""
+    most = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+    return max(1, min(rows, most))
+
+
+_NAMESPACE = torch.library.Library("megakit", "DEF")
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def operator(schema: str) -> Callable[[F], F]:
+    """Define torch.ops.megakit.NAME, on CPU and CUDA tensors by this function."""
+
+    def register(function: F) -> F:
+        _NAMESPACE.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        for key in ("CPU", "CUDA"):
+            _NAMESPACE.impl(schema.split("(")[0], function, key)
+        return function
+
+    return register
+
+
+def fake(name: str) -> Callable[[F], F]:
+    """What the operator makes of fake tensors: shapes and dtypes only."""
+    return torch.library.register_fake(f"megakit::{name}", lib=_NAMESPACE)
+
+
+def gradient(name: str, backward: Callable[..., Any], setup_context: Callable[..., None]) -> None:
+    """The operator's backward pass, as torch.library.register_autograd takes it."""
+    torch.library.register_autograd(f"megakit::{name}", backward, setup_context=setup_context, lib=_NAMESPACE)
