@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["XDG_CONFIG_HOME"] = os.devnull  # speeds that were measured on this machine are no matter here
 
+from megakit.ops import build
 from tests.pool import Pool
 
 
@@ -26,3 +28,13 @@ def pools() -> Iterator[Callable[[int], Pool]]:
     yield get
     for pool in made.values():
         pool.close()
+
+
+@pytest.fixture(scope="session")
+def emulated_folder(tmp_path_factory):
+    """A folder with the emulated kernels."""
+    if shutil.which("g++") is None:
+        pytest.skip("no g++: the kernels can't be emulated")
+    out = tmp_path_factory.mktemp("kernels")
+    build.build(build.emulated(), out)
+    return out

@@ -52,19 +52,21 @@ __global__ __launch_bounds__(kLossThreads, 2) void loss_forward(float* stats, co
 }
 
 template <class T, int VEC>
-__global__ __launch_bounds__(kLossThreads) void loss_backward(T* logits, const float* lse_in, const float* grad_in,
+__global__ __launch_bounds__(kLossThreads) void loss_backward(T* logits, const float* max_in, const float* exps_in, const float* grad_in,
                                                               const int64_t* labels, int cols, int stride, long long first,
                                                               long long ignore, float smoothing, float smooth_each,
                                                               float z_loss) {
   T* const row = logits + (long long)blockIdx.x * stride;
   const long long id = load(labels + blockIdx.x), label = id - first;
-  const float lse = load(lse_in + blockIdx.x), grad = id == ignore ? 0.f : load(grad_in);
-  const float weight = 1.f + 2.f * z_loss * lse;
+  // not exp(z - lse): the rounding of a large lse would be an error of every probability
+  const float max = load(max_in + blockIdx.x), exps = load(exps_in + blockIdx.x);
+  const float grad = id == ignore ? 0.f : load(grad_in);
+  const float weight = (1.f + 2.f * z_loss * (max + logf(exps))) / exps;
   for (int c = int(threadIdx.x) * VEC; MK_WITHIN(c, stride); c += kLossThreads * VEC) {
     float z[VEC];
     load_floats(z, row + c);
     MK_UNROLL for (int i = 0; i < VEC; i++) {
-      const float d = expf(z[i] - lse) * weight - smooth_each - (c + i == label ? 1.f - smoothing : 0.f);
+      const float d = expf(z[i] - max) * weight - smooth_each - (c + i == label ? 1.f - smoothing : 0.f);
       z[i] = id != ignore && MK_WITHIN(c + i, cols) ? d * grad : 0.f;
     }
     store_floats(row + c, z);
@@ -85,7 +87,7 @@ MK_API int mk_loss_forward(float* stats, const void* logits, const int64_t* labe
   });
 }
 
-MK_API int mk_loss_backward(void* logits, const float* lse, const float* grad, const int64_t* labels, int64_t rows, int cols,
+MK_API int mk_loss_backward(void* logits, const float* max, const float* exps, const float* grad, const int64_t* labels, int64_t rows, int cols,
                             int stride, int64_t first, int64_t ignore, float smoothing, int64_t vocab, float z_loss, int dtype,
                             void* stream) {
   if (cols < 0 || stride < cols || vocab < 1) return mk::kBadSize;
@@ -93,7 +95,7 @@ MK_API int mk_loss_backward(void* logits, const float* lse, const float* grad, c
     using T = decltype(t);
     return mk::by_width<T>(stride % (16 / int(sizeof(T))) == 0 && mk::aligned(logits), [&](auto vec) {
       return mk::launch("loss_backward", mk::loss_backward<T, decltype(vec)::value>, rows, mk::kLossThreads,
-                        (cudaStream_t)stream, (T*)logits, lse, grad, labels, cols, stride, (long long)first,
+                        (cudaStream_t)stream, (T*)logits, max, exps, grad, labels, cols, stride, (long long)first,
                         (long long)ignore, smoothing, float(smoothing / double(vocab)), z_loss);
     });
   });

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from megakit.config.algorithms import ALGORITHMS
 from megakit.config.keys import nearest, show
-from megakit.config.schema import Config
+from megakit.config.schema import Config, OpsConfig
 from megakit.config.typed import leaves
 from megakit.errors import Refused
 
@@ -159,7 +159,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "log.console": ("auto", "bar", "lines", "off"),
     "log.wandb": ("disabled", "offline", "online"),
     "launch.device": ("auto", "cuda", "cpu"),
-    "ops.backend": ("torch",),
+    "ops.backend": ("auto", "torch", "csrc"),
+    **dict.fromkeys((f"ops.{f.name}" for f in fields(OpsConfig) if f.name != "backend"), ("torch", "csrc")),
 }
 
 
@@ -170,7 +171,7 @@ def _words(*words: Any) -> Callable[[Any], bool]:
 NOT_BUILT: dict[str, tuple[Callable[[Any], bool], str]] = {
     "parallel.schedule": (_words("dualpipe"), "zb_v"),
     "train.precision": (_words("fp8"), "bf16, fp16 or fp32"),
-    "ops.backend": (_words("te", "transformer_engine", "apex", "triton", "cuda"), "torch"),
+    "ops.backend": (_words("te", "transformer_engine", "apex"), "auto, torch or csrc"),
     "checkpoint.async": (bool, "false"),
 }
 """Which values of a key are planned but not built, and what to use until then."""
@@ -187,6 +188,7 @@ _ELSEWHERE = {
     "float16": "fp16",
     "half": "fp16",
     "float32": "fp32",
+    "cuda": "csrc",
 }
 """What other frameworks call some words, in small letters."""
 

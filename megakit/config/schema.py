@@ -331,8 +331,21 @@ class ClusterConfig:
 class OpsConfig:
     """Fused operators."""
 
-    backend: str = "torch"
-    """Implementation of fused operators; only torch is built."""
+    backend: str = "auto"
+    """auto (csrc on a GPU for which it has been built, else torch) | torch | csrc (the kernels of csrc/; on a CPU an emulation,
+    for tests). te and apex are not built. See docs/kernels.md."""
+    norm: Optional[str] = None
+    """RMSNorm and LayerNorm: torch | csrc; null, as for the keys below: what ops.backend says."""
+    rope: Optional[str] = None
+    """Rotary embedding: torch | csrc (turned in place)."""
+    activation: Optional[str] = None
+    """SwiGLU and GELU: torch | csrc."""
+    loss: Optional[str] = None
+    """Cross entropy: torch | csrc (the gradient takes the place of the logits, without an fp32 copy)."""
+    dropout_add: Optional[str] = None
+    """Dropout and add on the residual stream: torch | csrc. The two draw different masks."""
+    adamw: Optional[str] = None
+    """AdamW's step and the squared norm of the gradient: torch | csrc."""
 
 
 @dataclass

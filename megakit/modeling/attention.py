@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from megakit.config.schema import Config
 from megakit.modeling.balance import head_dim
-from megakit.modeling.rope import apply_rope
+from megakit.ops.backends import CSRC, suits
+from megakit.ops.rope import rotate, rotate_
 from megakit.parallel.context import Exchange, context_attention
 from megakit.parallel.random import mix, seed_default_generator
 from megakit.parallel.tensor import Region, column_linear, row_linear
@@ -40,26 +41,28 @@ class Attention(nn.Module):
         self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor] | None, seed: int, documents_SB: torch.Tensor | None = None
     ) -> torch.Tensor:
         qkv = column_linear(x, self.qkv_weight, self.qkv_bias, self.region)
-        qkv_SBND = qkv.unflatten(-1, (-1, self.head_dim))
         if self.recompute_core and torch.is_grad_enabled():
-            y = checkpoint(self.core, qkv_SBND, rope, seed, documents_SB, use_reentrant=False, preserve_rng_state=False)
+            y = checkpoint(self.core, qkv, rope, seed, documents_SB, use_reentrant=False, preserve_rng_state=False)
         else:
-            y = self.core(qkv_SBND, rope, seed, documents_SB)
+            y = self.core(qkv, rope, seed, documents_SB)
         return row_linear(y, self.out_weight, self.out_bias, self.region)
 
     def core(
         self,
-        qkv_SBND: torch.Tensor,
+        qkv: torch.Tensor,
         rope: tuple[torch.Tensor, torch.Tensor] | None,
         seed: int,
         documents_SB: torch.Tensor | None,
     ) -> torch.Tensor:
-        """[S, B, N + 2G, D] -> [S, B, N * D]"""
+        """[S, B, (N + 2G) D] -> [S, B, N * D]"""
+        sizes, turned, backend = (self.heads, self.groups, self.groups), self.heads + self.groups, self.region.ops.rope
         if rope is None:
-            q, k, v = qkv_SBND.split([self.heads, self.groups, self.groups], 2)
+            q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split(sizes, 2)
+        elif backend == CSRC and suits(qkv) and not self.recompute_core:  # what is computed again must not be changed
+            q, k, v = rotate_(qkv, turned, self.head_dim, rope).unflatten(-1, (-1, self.head_dim)).split(sizes, 2)
         else:  # q and k lie side by side: one rotation for both
-            qk, v = qkv_SBND.split([self.heads + self.groups, self.groups], 2)
-            q, k = apply_rope(qk, *rope).split([self.heads, self.groups], 2)
+            qk, v = qkv.unflatten(-1, (-1, self.head_dim)).split([turned, self.groups], 2)
+            q, k = rotate(qk, rope, backend=backend).split(sizes[:2], 2)
         q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
         p = self.dropout if self.training else 0.0
         comm = self.region.comm

@@ -10,7 +10,9 @@ from torch import nn
 from megakit.config.schema import Config
 from megakit.modeling.attention import Attention
 from megakit.modeling.mlp import MLP
-from megakit.modeling.norm import Norm
+from megakit.modeling.norm import AddNorm, Norm
+from megakit.ops.backends import CSRC, suits
+from megakit.ops.dropout import dropout_add
 from megakit.parallel.random import dropout, mix
 from megakit.parallel.tensor import Region
 
@@ -24,9 +26,9 @@ class Block(nn.Module):
         super().__init__()
         name = f"layers.{index}"
         self.index, self.region, self.dropout = index, region, cfg.model.hidden_dropout
-        self.attention_norm = Norm(cfg.model, params, f"{name}.attention_norm")
+        self.attention_norm = Norm(cfg.model, params, f"{name}.attention_norm", region.ops.norm)
         self.attention = Attention(cfg, params, f"{name}.attention", region)
-        self.mlp_norm = Norm(cfg.model, params, f"{name}.mlp_norm")
+        self.mlp_norm = AddNorm(cfg.model, params, f"{name}.mlp_norm", region.ops.norm)
         self.mlp = MLP(cfg.model, params, f"{name}.mlp", region)
 
     def forward(
@@ -38,14 +40,17 @@ class Block(nn.Module):
     ) -> torch.Tensor:
         y = self.attention(self.attention_norm(x), rope, mix(seed, self.index, SITES["attention"]), documents_SB)
         p = self.dropout if self.training else 0.0
-        x = x + hidden_dropout(y, p, mix(seed, self.index, SITES["attention_out"]), self.region)
-        y = self.mlp(self.mlp_norm(x))
-        return x + hidden_dropout(y, p, mix(seed, self.index, SITES["mlp_out"]), self.region)
+        y, x = self.mlp_norm(hidden_dropout(y, p, mix(seed, self.index, SITES["attention_out"]), self.region), x)
+        return hidden_dropout(self.mlp(y), p, mix(seed, self.index, SITES["mlp_out"]), self.region, x)
 
 
-def hidden_dropout(x: torch.Tensor, p: float, seed: int, region: Region) -> torch.Tensor:
-    """Dropout on the residual stream: replicated over tp, or under sequence parallelism another part on each rank; over cp
-    always another part."""
+def hidden_dropout(x: torch.Tensor, p: float, seed: int, region: Region, residual: torch.Tensor | None = None) -> torch.Tensor:
+    """residual + dropout(x), on the residual stream: replicated over tp, or under sequence parallelism another part on each
+    rank; over cp always another part."""
     if region.comm.size("cp") > 1:
         seed = mix(seed, region.comm.index("cp"))
-    return dropout(x, p, mix(seed, region.comm.index("tp")) if region.sequence_parallel else seed)
+    seed = mix(seed, region.comm.index("tp")) if region.sequence_parallel else seed
+    if p and region.ops.dropout_add == CSRC and suits(x, residual):
+        return dropout_add(x, residual, p, seed)
+    y = dropout(x, p, seed)
+    return y if residual is None else residual + y

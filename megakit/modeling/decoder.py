@@ -18,6 +18,7 @@ from megakit.modeling.block import Block, hidden_dropout
 from megakit.modeling.layout import StageLayout, recomputed_layers
 from megakit.modeling.norm import Norm
 from megakit.modeling.rope import rope_table
+from megakit.ops.rope import table_dtype
 from megakit.parallel.context import own_positions
 from megakit.parallel.loss import cross_entropy
 from megakit.parallel.random import mix
@@ -67,7 +68,7 @@ class Head(nn.Module):
     def __init__(self, cfg: Config, params: Mapping[str, nn.Parameter], region: Region):
         super().__init__()
         self.region = region
-        self.norm = Norm(cfg.model, params, "final_norm")
+        self.norm = Norm(cfg.model, params, "final_norm", region.ops.norm)
         self.weight = params["embedding.word.weight" if cfg.model.tie_embeddings else "output.weight"]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -105,12 +106,14 @@ class Stage(nn.Module):
             return logits
         # evaluation reports the cross entropy alone: the perplexity is made from it
         smoothing, z_loss = (cfg.train.label_smoothing, cfg.train.z_loss) if self.training else (0.0, 0.0)
-        return cross_entropy(logits, batch.labels_SB, cfg.model.vocab_size, self.region.comm, smoothing, z_loss)
+        region = self.region
+        return cross_entropy(logits, batch.labels_SB, cfg.model.vocab_size, region.comm, smoothing, z_loss, region.ops.loss)
 
     def _rope_for(self, seq_len: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         if self.cfg.model.position_embedding != "rope":
             return None
         if self._rope is None or self._rope[0].shape[0] != seq_len:
             cos, sin = rope_table(self.cfg.model, own_positions(seq_len, self.region.comm, x.device))
-            self._rope = cos.to(x.dtype), sin.to(x.dtype)
+            dtype = table_dtype(x, self.region.ops.rope)
+            self._rope = cos.to(dtype), sin.to(dtype)
         return self._rope

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from megakit.config.schema import ModelConfig
-from megakit.ops.activation import swiglu
+from megakit.ops.activation import gelu, swiglu
 from megakit.parallel.tensor import Region, column_linear, row_linear
 
 
@@ -25,7 +24,7 @@ class MLP(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = column_linear(x, self.up_weight, self.up_bias, self.region)
         if self.activation == "swiglu":
-            y = swiglu(y)
+            y = swiglu(y, self.region.ops.activation)
         else:
-            y = F.gelu(y, approximate="tanh" if self.activation == "gelu_tanh" else "none")
+            y = gelu(y, tanh=self.activation == "gelu_tanh", backend=self.region.ops.activation)
         return row_linear(y, self.down_weight, self.down_bias, self.region)

@@ -62,9 +62,3 @@ def rope_table(m: ModelConfig, positions: torch.Tensor) -> tuple[torch.Tensor, t
     frequency, scale = rope_frequencies(m, positions.device)
     angle = torch.outer(positions.float(), frequency)[:, None, None]
     return angle.cos() * scale, angle.sin() * scale
-
-
-def apply_rope(x_SBND: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate the pairs (i, i + D/2) of each head; cos and sin [S, 1, 1, D/2] in the dtype of x."""
-    a, b = x_SBND.chunk(2, -1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)

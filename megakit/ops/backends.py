@@ -10,7 +10,6 @@ An operator that doesn't take some shape or dtype falls back to torch for it.
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from dataclasses import dataclass
 
 import torch
@@ -32,7 +31,7 @@ class Backends:
     """SwiGLU, GELU."""
     loss: str = TORCH
     """Vocab-parallel cross entropy, its gradient in the place of the logits."""
-    dropout: str = TORCH
+    dropout_add: str = TORCH
     """On the residual stream, with the residual add. The two draw different masks."""
     adamw: str = TORCH
     """The step of all shards, and the squared norm of the gradient."""
@@ -43,19 +42,22 @@ class Backends:
         return "; ".join(f"{b}: {', '.join(n for n in by_name if by_name[n] == b)}" for b in sorted(set(by_name.values())))
 
 
-def choose(cfg: OpsConfig, device: torch.device) -> Backends:
-    """What the config asks for, as far as it is there. Without a usable library csrc becomes torch, with one warning."""
-    asked = {f.name: cfg.backend for f in dataclasses.fields(Backends)} | (cfg.operators or {})
-    if device.type == "cpu":
-        asked = {name: TORCH if backend == "auto" else backend for name, backend in asked.items()}
-    if set(asked.values()) - {TORCH}:
-        try:
-            load(device.type)
-        except Missing as e:
-            if CSRC in asked.values():
-                warnings.warn(f"ops.backend = {CSRC}: {e}. Until then torch's operators are used", stacklevel=2)
-            return Backends()
-    return Backends(**{name: CSRC if backend == "auto" else backend for name, backend in asked.items()})
+def choose(cfg: OpsConfig, device: torch.device) -> tuple[Backends, str]:
+    """What the config asks for, as far as it is there, and what to tell the user of it, once; "" if there is nothing to tell.
+
+    Without a usable library csrc becomes torch.
+    """
+    asked = {f.name: getattr(cfg, f.name) or cfg.backend for f in dataclasses.fields(Backends)}
+    auto = TORCH if device.type == "cpu" else CSRC
+    wanted = Backends(**{name: auto if backend == "auto" else backend for name, backend in asked.items()})
+    if wanted == Backends():
+        return wanted, ""
+    try:
+        load(device.type)
+    except Missing as e:
+        return Backends(), f"NOTE: torch's operators are used, not the fused kernels: {e}"
+    emulated = " (emulated on the CPU: for tests, slow)" if device.type == "cpu" else ""
+    return wanted, f"operators: {wanted}{emulated}"
 
 
 def suits(x: torch.Tensor, *others: torch.Tensor | None) -> bool:

@@ -96,7 +96,8 @@ def build(target: Target, out: Path, force: bool = False, jobs: int | None = Non
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".build-", dir=out) as aside:
             with ThreadPoolExecutor(jobs or len(os.sched_getaffinity(0))) as pool:
-                objects = list(pool.map(lambda unit: _compile(target, *unit, Path(aside), fingerprint), units))
+                made_of = [pool.submit(_compile, target, path, inner, Path(aside), fingerprint) for path, inner in units]
+                objects = [unit.result() for unit in made_of]
             made = Path(aside) / target.name
             _run([target.compiler, *target.kernel_flags, *map(str, objects), *target.link, "-o", str(made)])
             os.replace(made, final)

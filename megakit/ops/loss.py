@@ -17,7 +17,8 @@ def loss_stats(logits: torch.Tensor, labels: torch.Tensor, cols: int, first: int
 
 def loss_gradient_(
     logits: torch.Tensor,
-    lse: torch.Tensor,
+    top: torch.Tensor,
+    exps: torch.Tensor,
     grad: torch.Tensor,
     labels: torch.Tensor,
     *,
@@ -28,6 +29,7 @@ def loss_gradient_(
     smoothing: float,
     z_loss: float,
 ) -> torch.Tensor:
-    """The logits become their gradient, of the summed loss times `grad` (fp32 []); 0 where the label is `ignore`."""
-    torch.ops.megakit.loss_gradient_(logits, lse, grad, labels, cols, first, ignore, vocab, smoothing, z_loss)
+    """The logits become their gradient, of the summed loss times `grad` (fp32 []); 0 where the label is `ignore`. top and exps
+    [...]: the maximum and sum exp(z - top) over the whole vocabulary."""
+    torch.ops.megakit.loss_gradient_(logits, top, exps, grad, labels, cols, first, ignore, vocab, smoothing, z_loss)
     return logits

@@ -13,12 +13,14 @@ from megakit.ops.fused import optimizer as _fused  # noqa: F401  defines torch.o
 
 @dataclass(frozen=True)
 class AdamShard:
-    """Flat tensors of one length, fp32."""
+    """Flat tensors of one length, fp32 but for the weights."""
 
     master: torch.Tensor
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
     grad: torch.Tensor
+    weights: torch.Tensor | None
+    """Gets a copy of the new master in its own dtype. All shards have one, or none."""
     lr: float
     weight_decay: float
 
@@ -29,7 +31,7 @@ def adamw_(shards: Sequence[AdamShard], update: int, betas: tuple[float, float],
     (beta1, beta2), tensors = betas, ("master", "exp_avg", "exp_avg_sq", "grad")
     torch.ops.megakit.adamw_(
         *([getattr(shard, name) for shard in shards] for name in tensors),
-        [],
+        [shard.weights for shard in shards if shard.weights is not None],
         [shard.lr for shard in shards],
         [shard.lr * shard.weight_decay for shard in shards],
         beta1,

@@ -19,9 +19,7 @@ def table_dtype(x: torch.Tensor, backend: str) -> torch.dtype:
     return torch.float32 if backend == CSRC and suits(x) else x.dtype
 
 
-def rotate(
-    x_SBND: torch.Tensor, table: Table, offset: int = 0, interleaved: bool = False, backend: str = TORCH
-) -> torch.Tensor:
+def rotate(x_SBND: torch.Tensor, table: Table, offset: int = 0, interleaved: bool = False, backend: str = TORCH) -> torch.Tensor:
     """Turn all heads; the first of the sequence is at the table's row `offset`."""
     cos, sin = table
     if backend == CSRC and suits(x_SBND):

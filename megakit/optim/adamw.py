@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from megakit.config.schema import OptimConfig
+from megakit.ops.optimizer import AdamShard, adamw_
 from megakit.parallel.shard import ParamGroup
 from megakit.parallel.zero import Shard
 
@@ -37,8 +38,9 @@ class AdamW:
         for (shard, param), count in zip(self._params.items(), self._counts):
             self._adamw.state[param] = {"step": count, "exp_avg": exp_avg[shard], "exp_avg_sq": exp_avg_sq[shard]}
 
-    def step(self, lr: float, update: int) -> None:
+    def step(self, lr: float, update: int, scale: float = 1.0) -> None:
         """The bias correction is that of step `update`."""
+        torch._foreach_mul_([shard.grad for shard in self._params], scale)
         torch._foreach_zero_(self._counts)
         torch._foreach_add_(self._counts, update - 1)
         for group, of_torch in zip(self._groups, self._adamw.param_groups):
@@ -47,3 +49,21 @@ class AdamW:
             param.grad = shard.grad
         self._adamw.step()
         self._adamw.zero_grad()
+
+
+class FusedAdamW:
+    """By the kernel, one pass over all shards: it scales the gradients, and writes the weights beside the masters."""
+
+    def __init__(self, shards: Sequence[Shard], cfg: OptimConfig):
+        self.states = {name: {shard: torch.zeros_like(shard.master) for shard in shards} for name in ("exp_avg", "exp_avg_sq")}
+        self._betas, self._eps, self._decay = (cfg.beta1, cfg.beta2), cfg.eps, cfg.weight_decay
+
+    def step(self, lr: float, update: int, scale: float = 1.0) -> None:
+        """The bias correction is that of step `update`."""
+        moments = zip(self.states["exp_avg"].items(), self.states["exp_avg_sq"].values())
+        shards = [
+            AdamShard(s.master, m, v, s.grad, s.weights, lr * s.group.lr, self._decay * s.group.decay) for (s, m), v in moments
+        ]
+        adamw_(shards, update, self._betas, self._eps, scale)
+        for shard in self.states["exp_avg"]:
+            shard.written = shard.weights is not None

@@ -61,7 +61,8 @@ class Muon:
         self._tp = comm.size("tp")
         self.rounds = rounds(shards, self._dp, self._tp)
 
-    def step(self, lr: float, update: int) -> None:
+    def step(self, lr: float, update: int, scale: float = 1.0) -> None:
+        torch._foreach_mul_([shard.grad for shard in self._shards], scale)
         for shard, momentum in self.states["momentum"].items():
             momentum.lerp_(shard.grad, 1 - self._momentum)
             shard.master.mul_(1 - lr * shard.group.lr * self._decay * shard.group.decay)

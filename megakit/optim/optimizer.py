@@ -16,7 +16,9 @@ from typing import Protocol
 import torch
 
 from megakit.config.schema import OptimConfig
-from megakit.optim.adamw import AdamW
+from megakit.ops.backends import CSRC, TORCH
+from megakit.ops.optimizer import square_sum
+from megakit.optim.adamw import AdamW, FusedAdamW
 from megakit.optim.muon import Muon
 from megakit.optim.sgd import SGD
 from megakit.parallel.comm import Comm
@@ -48,16 +50,17 @@ class Algorithm(Protocol):
     states: dict[str, dict[Shard, torch.Tensor]]
     """What it keeps, by kind: fp32 tensors laid out as the shards' masters. A checkpoint holds them."""
 
-    def step(self, lr: float, update: int) -> None:
-        """Step the masters by `shard.grad`, which it may change. `update` counts from 1 the steps that were not skipped."""
+    def step(self, lr: float, update: int, scale: float = 1.0) -> None:
+        """Step the masters by `scale` times `shard.grad`, which it may change. `update` counts from 1 the steps that were not
+        skipped."""
         ...
 
 
 class Optimizer:
     """The shards of a rank, each stepped by the algorithm of its group."""
 
-    def __init__(self, buffers: FlatBuffers | FullyShardedBuffers, comm: Comm, cfg: OptimConfig):
-        self.buffers, self.comm, self.clip = buffers, comm, cfg.clip_grad
+    def __init__(self, buffers: FlatBuffers | FullyShardedBuffers, comm: Comm, cfg: OptimConfig, backend: str = TORCH):
+        self.buffers, self.comm, self.clip, self.backend = buffers, comm, cfg.clip_grad, backend
         self.updates = 0
         """Steps that were not skipped."""
         self.algorithms: list[Algorithm] = []
@@ -69,7 +72,7 @@ class Optimizer:
 
     def _algorithm(self, name: str, shards: list[Shard], cfg: OptimConfig) -> Algorithm:
         if name == "adamw":
-            return AdamW(shards, cfg)
+            return FusedAdamW(shards, cfg) if self.backend == CSRC else AdamW(shards, cfg)
         if name == "sgd":
             return SGD(shards, cfg)
         fp32 = self.buffers.dtype == torch.float32
@@ -98,10 +101,11 @@ class Optimizer:
         skipped = not (math.isfinite(loss) and math.isfinite(norm))
         if not skipped:
             factor = min(1.0, self.clip / (norm + 1e-6)) if self.clip else 1.0
-            torch._foreach_mul_([shard.grad for shard in self.buffers.shards], factor / divisor)
             self.updates += 1
+            if self.backend == CSRC:
+                self.buffers.ready()  # it writes the weights: those of the last step may still travel
             for algorithm in self.algorithms:
-                algorithm.step(lr, self.updates)
+                algorithm.step(lr, self.updates, factor / divisor)
             self.buffers.publish()
         self.buffers.clear_grads()
         return StepResult(loss / count, norm, int(count), skipped, tuple(summed))
@@ -111,7 +115,7 @@ class Optimizer:
         total = torch.zeros((), dtype=torch.float64, device=device)
         for shard in self.buffers.shards:
             if shard.owned:
-                total += torch.linalg.vector_norm(shard.grad, dtype=torch.float64).square()
+                total += square_sum(shard.grad, self.backend)
         return total
 
     @property

@@ -25,8 +25,9 @@ class SGD:
         buffers = {shard: torch.zeros_like(shard.master) for shard in shards} if self._momentum else {}
         self.states = dict.fromkeys(algorithms.kept(cfg, "sgd"), buffers)
 
-    def step(self, lr: float, update: int) -> None:
+    def step(self, lr: float, update: int, scale: float = 1.0) -> None:
         """Changes the gradients too."""
+        torch._foreach_mul_([shard.grad for shard in self._shards], scale)
         for shard in self._shards:
             grad = shard.grad.add_(shard.master, alpha=self._decay * shard.group.decay)
             if self._momentum:

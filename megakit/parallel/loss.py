@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import torch
 
+from megakit.ops.backends import CSRC, TORCH, suits
+from megakit.ops.loss import loss_gradient_, loss_stats
 from megakit.parallel.comm import Comm
 
 IGNORE = -100
@@ -68,8 +70,51 @@ class _CrossEntropy(torch.autograd.Function):
         return d.to(ctx.dtype), None, None, None, None, None
 
 
+class _FusedCrossEntropy(torch.autograd.Function):
+    """By the kernels: one pass over the logits forward and one backward, which puts their gradient in their place. Nothing of
+    their size is ever allocated, so the gradient can be made once. The messages are those of _CrossEntropy."""
+
+    @staticmethod
+    def forward(ctx, logits_SBV, labels_SB, vocab: int, comm: Comm, smoothing: float, z_loss: float):
+        width = logits_SBV.shape[-1]
+        start = comm.index("tp") * width
+        true = min(max(vocab - start, 0), width)  # columns that are not padding
+        own, exps, target, all_z = loss_stats(logits_SBV, labels_SB, true, start)
+        top = comm.all_reduce(own.clone(), "tp", "max").wait()
+        sums = [target, *([all_z] if smoothing else []), exps * (own - top).exp()]
+        total = comm.all_reduce(torch.stack(sums), "tp").wait()
+        log_sum = total[-1].log()
+        loss = log_sum - (1.0 - smoothing) * (total[0] - top)
+        if smoothing:
+            loss = loss - smoothing * (total[1] / vocab - top)
+        lse = log_sum + top
+        if z_loss:
+            loss = loss + z_loss * lse.square()
+        ctx.save_for_backward(logits_SBV, labels_SB, top, total[-1])
+        ctx.columns = {"cols": true, "first": start, "ignore": IGNORE, "vocab": vocab}
+        ctx.smoothing, ctx.z_loss, ctx.done = smoothing, z_loss, False
+        return loss.masked_fill(labels_SB == IGNORE, 0.0).sum()
+
+    @staticmethod
+    def backward(ctx, g):
+        if ctx.done:
+            raise RuntimeError("the gradient of this loss has taken the place of its logits: it can be made only once")
+        ctx.done = True
+        logits, labels, top, exps = ctx.saved_tensors
+        d = loss_gradient_(logits, top, exps, g.float(), labels, **ctx.columns, smoothing=ctx.smoothing, z_loss=ctx.z_loss)
+        return d, None, None, None, None, None
+
+
 def cross_entropy(
-    logits_SBV: torch.Tensor, labels_SB: torch.Tensor, vocab: int, comm: Comm, smoothing: float = 0.0, z_loss: float = 0.0
+    logits_SBV: torch.Tensor,
+    labels_SB: torch.Tensor,
+    vocab: int,
+    comm: Comm,
+    smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    backend: str = TORCH,
 ) -> torch.Tensor:
     """logits [S, B, V/tp] (this rank's columns, padding included), labels [S, B] (global ids or IGNORE) -> fp32 sum []"""
-    return _CrossEntropy.apply(logits_SBV, labels_SB, vocab, comm, smoothing, z_loss)
+    fused = backend == CSRC and suits(logits_SBV) and logits_SBV.is_contiguous()
+    function = _FusedCrossEntropy if fused else _CrossEntropy
+    return function.apply(logits_SBV, labels_SB, vocab, comm, smoothing, z_loss)

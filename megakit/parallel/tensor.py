@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from megakit.ops.backends import Backends
 from megakit.ops.gemm import accumulate_outer
 from megakit.parallel.comm import Comm, Handle
 
@@ -40,6 +41,8 @@ class Region:
     sequence_parallel: bool
     """Activations between the tensor-parallel layers are sharded along the sequence."""
     sink: GradSink | None = None
+    ops: Backends = Backends()
+    """Implementation of the fused operators."""
 
     def enter(self, x: torch.Tensor) -> Handle:
         """varying (sequence parallel) or invariant -> replicate"""

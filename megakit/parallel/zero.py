@@ -52,6 +52,10 @@ class Shard:
     """The parameters of the whole bucket, `first` counted from its beginning."""
     ranks: int
     """Ranks of dp_shard that the bucket is cut over, in equal parts, in their order."""
+    weights: torch.Tensor | None = None
+    """[n], where the masters go in the precision of the parameters; None where the masters are the parameters."""
+    written: bool = False
+    """The weights have the masters' new values already: `publish` need not copy them."""
     grad: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     """fp32 [n]; after `finish()` the gradient of the sum of the global batch's loss."""
 
@@ -149,7 +153,8 @@ class FlatBuffers:
     def _shard(self, bucket: Bucket) -> Shard:
         master = self.flat[bucket.mine] if self._masters is None else self._masters[bucket.home]
         owned, ranks = bucket.specs[0].owner and self._replica == 0, self.comm.size("dp_shard") if self.level else 1
-        return Shard(master, list(self._parts(bucket)), bucket.group, owned, bucket.parts(), ranks)
+        weights = None if self._masters is None else self.flat[bucket.mine]
+        return Shard(master, list(self._parts(bucket)), bucket.group, owned, bucket.parts(), ranks, weights)
 
     def _parts(self, bucket: Bucket) -> Iterable[Part]:
         for spec in bucket.specs:
@@ -255,8 +260,10 @@ class FlatBuffers:
         """Masters -> parameters of all ranks. The gathers of level 1 and 2 are left under way: see `ready`."""
         for bucket in reversed(self.buckets):  # in order of the next forward pass
             self._arrived(bucket)
-            if self._masters is not None:
-                self.flat[bucket.mine] = self._masters[bucket.home]
+            shard = self._shards[bucket]
+            if shard.weights is not None and not shard.written:
+                shard.weights.copy_(shard.master)
+            shard.written = False
             if self.level:
                 bucket.gather = self.comm.all_gather(self.flat[bucket.mine], "dp_shard", out=self.flat[bucket.lo : bucket.hi])
 

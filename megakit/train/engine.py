@@ -13,6 +13,7 @@ from megakit.config.rules import sequence_unit
 from megakit.config.schema import Config
 from megakit.modeling.decoder import MicroBatch, Stage
 from megakit.modeling.layout import model_placement, rank_stages, stage_params
+from megakit.ops.backends import choose
 from megakit.optim.loss_scale import LossScale
 from megakit.optim.optimizer import Optimizer, StepResult
 from megakit.parallel import context
@@ -38,7 +39,9 @@ class Engine:
     def __init__(self, cfg: Config, state: ParallelState, comm: Comm):
         self.cfg, self.state, self.comm = cfg, state, comm
         tp = state.size("tp")
-        self.region = Region(comm, cfg.parallel.sequence_parallel and tp > 1)
+        self.ops, self.ops_note = choose(cfg.ops, state.device)
+        """The implementation of the fused operators, and what to tell the user of it."""
+        self.region = Region(comm, cfg.parallel.sequence_parallel and tp > 1, ops=self.ops)
         self.placement = model_placement(cfg)
         layouts = rank_stages(cfg, state.index("pp"))
         chunks = [stage_params(cfg, layout, tp, state.index("tp")) for layout in layouts]
@@ -49,7 +52,7 @@ class Engine:
         self.stages = [Stage(cfg, layout, self.buffers.parameters, self.region) for layout in layouts]
         for stage in self.stages:
             self.buffers.attach(stage, stage.blocks)
-        self.optimizer = Optimizer(self.buffers, comm, cfg.optim)
+        self.optimizer = Optimizer(self.buffers, comm, cfg.optim, self.ops.adamw)
         scaled = cfg.train.precision == "fp16"
         self.loss_scale = LossScale(cfg.optim, cfg.train.micro_batch_size * cfg.train.seq_len) if scaled else None
         self._programs: dict[tuple[int, bool], Program] = {}

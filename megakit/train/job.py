@@ -72,6 +72,8 @@ def _run(cfg: Config, ranks: Ranks, state: ParallelState, comm: Comm) -> None:
     try:
         if writer:
             _announce(writer, choice, alerts, train, valid)
+            if engine.ops_note:
+                writer.message(engine.ops_note)
             if state.device.type == "cpu" and _is_slow(cfg.train.precision):
                 writer.message(
                     f"NOTE: this CPU has no {cfg.train.precision} products, a step takes tens of times as long as with"

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from spmd_types import I, P, R, S, V, rules
 
-from megakit.ops.norm import _RMSNorm
 from megakit.ops.activation import _SwiGLU
+from megakit.ops.fused.rope import RotateInPlace
+from megakit.ops.norm import _RMSNorm
 from megakit.parallel.comm import Comm
 from megakit.parallel.context import Exchange, _Gathered, _Ring
-from megakit.parallel.loss import _CrossEntropy
+from megakit.parallel.loss import _CrossEntropy, _FusedCrossEntropy
 from megakit.parallel.random import _Dropout
 from megakit.parallel.tensor import Region, _Embedding, _Linear
 
@@ -114,6 +115,10 @@ RULES: dict[type[torch.autograd.Function], Rule] = {
     _RMSNorm: rms_norm,
     _SwiGLU: swiglu,
 }
+
+KERNELS: set[type[torch.autograd.Function]] = {RotateInPlace, _FusedCrossEntropy}
+"""Functions that a check never meets: it steps torch's operators, whose messages those of the kernels equal
+(tests/train/test_fused.py)."""
 
 TRUSTED: set[type[torch.autograd.Function]] = {_Dropout}
 """Functions whose body is not followed: their random masks have no type. Their rule is taken at its word."""

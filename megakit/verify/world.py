@@ -11,6 +11,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import fields
 from datetime import timedelta
 from typing import Any
 
@@ -20,7 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megakit.config.schema import Config
+from megakit.config.schema import Config, OpsConfig
+from megakit.config.typed import replace
 from megakit.modeling.decoder import MicroBatch
 from megakit.parallel.comm import Comm, Handle
 from megakit.parallel.grid import Grid, ParallelState
@@ -61,7 +63,10 @@ def fake_rank(
             warnings.filterwarnings("ignore", "Set timeout is now only supported")
             state = ParallelState(grid, torch.device("cpu"), timedelta(seconds=60))
         with FakeTensorMode(), _real_meshes(), watch or nullcontext():
-            yield Engine(cfg, state, comm(state))
+            # types, messages and sizes are those of torch's operators, whatever kernels compute them
+            yield Engine(
+                replace(cfg, {f"ops.{f.name}": None for f in fields(OpsConfig)} | {"ops.backend": "torch"}), state, comm(state)
+            )
     finally:
         dist.destroy_process_group()
 

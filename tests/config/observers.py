@@ -52,6 +52,14 @@ def specs(cfg: Config, place: Place) -> Any:
     return [stage_params(cfg, stage, cfg.parallel.tp, 0) for stage in model_stages(cfg)]
 
 
+def operators(cfg: Config, place: Place) -> Any:
+    """The implementation of each fused operator where all are built; test_fused.py trains with them."""
+    from megakit.ops import backends
+
+    place.patch.setattr(backends, "load", lambda device_type: None)
+    return backends.choose(cfg.ops, torch.device("cpu"))
+
+
 # one rank that really trains
 
 

@@ -10,7 +10,8 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megakit.config.schema import ModelConfig
-from megakit.modeling.rope import apply_rope, rope_frequencies, rope_table
+from megakit.modeling.rope import rope_frequencies, rope_table
+from megakit.ops.rope import rotate
 from model_zoo import family
 
 LLAMA31 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -90,7 +91,7 @@ def test_positions_may_come_in_any_order_and_only_their_differences_matter():
     at = torch.tensor([3, 0, 7, 1, 12])
 
     def scores(positions):
-        q_, k_ = (apply_rope(t, *(c.double() for c in rope_table(m, positions))).flatten(1) for t in (q, k))
+        q_, k_ = (rotate(t, rope_table(m, positions)).flatten(1) for t in (q, k))
         return q_ @ k_.T
 
     torch.testing.assert_close(scores(at), scores(at + 40), rtol=1e-4, atol=1e-5)

@@ -2,23 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 
-from megakit.ops import build
 from megakit.ops.fused.library import load
 from tests.ops import emulation
-
-
-@pytest.fixture(scope="session")
-def emulated_folder(tmp_path_factory):
-    """A folder with the emulated kernels."""
-    if shutil.which("g++") is None:
-        pytest.skip("no g++: the kernels can't be emulated")
-    out = tmp_path_factory.mktemp("kernels")
-    build.build(build.emulated(), out)
-    return out
 
 
 @pytest.fixture

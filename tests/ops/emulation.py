@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,12 @@ UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-1
 def use(folder: Path, patch) -> None:
     """The library in `folder` is the one that operators find, until the patch is undone."""
     patch.setenv("MEGAKIT_KERNELS", str(folder))
+    load.cache_clear()
+
+
+def use_here(folder: Path) -> None:
+    """As `use`, for the rest of a worker's life: it got its environment before the library was built."""
+    os.environ["MEGAKIT_KERNELS"] = str(folder)
     load.cache_clear()
 
 
@@ -42,8 +49,10 @@ def close(got: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, scale: 
     assert got.dtype == dtype and got.shape == expected.shape
     assert got.isfinite().all(), f"{(~got.isfinite()).sum()} of {got.numel()} were not written, or are not finite"
     inside = slack * UNIT[torch.float32]
-    allowed = (UNIT[dtype] * (dtype != torch.float32) + inside) * expected.abs() + inside * scale + (2.0**-25) * (
-        dtype == torch.float16
+    allowed = (
+        (UNIT[dtype] * (dtype != torch.float32) + inside) * expected.abs()
+        + inside * scale
+        + (2.0**-25) * (dtype == torch.float16)
     )
     error = (got.double() - expected).abs()
     worst = (error / allowed.clamp(min=1e-300)).max().item()

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megakit.ops.norm import rms_norm
 from megakit.ops.activation import swiglu
+from megakit.ops.norm import rms_norm
 
 
 def kept(fn, *inputs: torch.Tensor) -> list[tuple[int, ...]]:

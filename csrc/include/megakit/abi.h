@@ -49,9 +49,10 @@ int mk_gelu_backward(void* dx, void* dbias, float* part, const void* dy, const v
  * first `cols` of `stride` columns, which begin at `first` of the vocabulary. labels: int64 [rows]. */
 int mk_loss_forward(float* stats, const void* logits, const int64_t* labels, int64_t rows, int cols, int stride, int64_t first,
                     int dtype, void* stream);
-/* In place: z <- (exp(z - lse) (1 + 2 z_loss lse) - smoothing / vocab - (1 - smoothing) [z is the label's]) grad. Rows whose
- * label is `ignore` and columns from `cols` on become 0. grad: fp32 [1]. */
-int mk_loss_backward(void* logits, const float* lse, const float* grad, const int64_t* labels, int64_t rows, int cols,
+/* In place: z <- (exp(z - lse) (1 + 2 z_loss lse) - smoothing / vocab - (1 - smoothing) [z is the label's]) grad, with lse =
+ * max + log(exps) of the whole vocabulary; max and exps: fp32 [rows], grad: fp32 [1]. Rows whose label is `ignore` and
+ * columns from `cols` on become 0. */
+int mk_loss_backward(void* logits, const float* max, const float* exps, const float* grad, const int64_t* labels, int64_t rows, int cols,
                      int stride, int64_t first, int64_t ignore, float smoothing, int64_t vocab, float z_loss, int dtype,
                      void* stream);
 

@@ -34,7 +34,7 @@ _SIGNATURES = {
     "mk_gelu_forward": "ppplii" + "i",
     "mk_gelu_backward": "pppppp" + "liiii",
     "mk_loss_forward": "ppp" + "liili",
-    "mk_loss_backward": "pppp" + "liill" + "flfi",
+    "mk_loss_backward": "ppppp" + "liill" + "flfi",
     "mk_softmax_forward": "ppp" + "liiifii",
     "mk_softmax_backward": "ppp" + "lifi",
     "mk_dropout": "ppp" + "lfui",

@@ -10,7 +10,7 @@ from megakit.ops.fused.library import call, dtype_code, fake, operator
 
 @operator("loss_stats(Tensor logits, Tensor labels, int cols, int first) -> Tensor")
 def loss_stats(logits: Tensor, labels: Tensor, cols: int, first: int) -> Tensor:
-    """fp32 [4, ...]: max, sum exp(z - max), z of the label or 0, sum z, over the first `cols` columns, whose ids begin at `first`."""
+    """fp32 [4, ...]: max, sum exp(z - max), z of the label or 0, sum z; of the first `cols` columns, from id `first` on."""
     logits, labels = logits.contiguous(), labels.contiguous()
     stats = torch.empty((4, *labels.shape), dtype=torch.float32, device=logits.device)
     sizes = (labels.numel(), cols, logits.shape[-1], first)
@@ -19,12 +19,13 @@ def loss_stats(logits: Tensor, labels: Tensor, cols: int, first: int) -> Tensor:
 
 
 @operator(
-    "loss_gradient_(Tensor(a!) logits, Tensor lse, Tensor grad, Tensor labels, int cols, int first, int ignore, int vocab,"
-    " float smoothing, float z_loss) -> ()"
+    "loss_gradient_(Tensor(a!) logits, Tensor top, Tensor exps, Tensor grad, Tensor labels, int cols, int first, int ignore,"
+    " int vocab, float smoothing, float z_loss) -> ()"
 )
 def loss_gradient_(
     logits: Tensor,
-    lse: Tensor,
+    top: Tensor,
+    exps: Tensor,
     grad: Tensor,
     labels: Tensor,
     cols: int,
@@ -38,7 +39,7 @@ def loss_gradient_(
     if not logits.is_contiguous():
         raise RuntimeError(f"the gradient takes the place of logits without gaps, not of strides {logits.stride()}")
     sizes = (labels.numel(), cols, logits.shape[-1], first, ignore)
-    parts = (logits, lse.contiguous(), grad, labels.contiguous())
+    parts = (logits, top.contiguous(), exps.contiguous(), grad, labels.contiguous())
     call("mk_loss_backward", logits.device, *parts, *sizes, smoothing, vocab, z_loss, dtype_code(logits))
 
 

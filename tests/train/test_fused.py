@@ -1,0 +1,108 @@
+"""Training with the kernels of csrc/, emulated, beside training with torch's operators."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megakit.ops.backends import Backends
+from tests.ops import emulation
+from tests.tiny import tiny
+from tests.train.parity import Result, engine, masters, micro_batches, train, worst
+
+BATCH = {"train__global_batch_size": 4, "train__seq_len": 16}
+ALL = Backends(*["csrc"] * 6)
+
+
+def fused(folder: Path, cfg) -> Result:
+    """In a worker, which found its environment before the library was built."""
+    emulation.use_here(folder)
+    assert engine(cfg).ops == ALL
+    return train(cfg)
+
+
+@pytest.fixture
+def run(pools, emulated_folder):
+    def both(family, ranks=1, **keys):
+        cfg = tiny(family, **BATCH, **keys)
+        torchs = pools(ranks).run(train, cfg)
+        cfg.ops.backend = "csrc"
+        return torchs, pools(ranks).run(fused, emulated_folder, cfg)
+
+    return both
+
+
+CELLS = {
+    "llama": ("llama", 1, {}),
+    "gpt2": ("gpt2", 1, {}),
+    "llama, exact gelu": ("llama", 1, {"model__activation": "gelu"}),
+    "selective recomputation": ("llama", 1, {"parallel__recompute": "selective"}),
+    "full recomputation": ("gpt2", 1, {"parallel__recompute": "full"}),
+    "smoothing and z-loss": ("llama", 1, {"train__label_smoothing": 0.1, "train__z_loss": 1e-3}),
+    "tp 2, sequence parallel, smoothing": (
+        "llama",
+        2,
+        {"parallel__tp": 2, "parallel__sequence_parallel": True, "train__label_smoothing": 0.1, "train__z_loss": 1e-3},
+    ),
+    "zb_h1 over 2 stages, tied": ("gpt2", 2, {"parallel__pp": 2, "parallel__schedule": "zb_h1"}),
+    "ZeRO 1 over 2": ("llama", 2, {"parallel__dp": 2, "parallel__zero": 1}),
+    "ZeRO 3 over 2": ("llama", 2, {"parallel__dp": 2, "parallel__zero": 3, "parallel__bucket_size": 40_000_000}),
+    "groups": ("gpt2", 1, {"optim__lr_mult": {"layers.*": 0.5}, "optim__weight_decay": 0.3}),
+}
+
+
+@pytest.mark.parametrize("cell", list(CELLS))
+def test_same_losses_gradients_and_weights(run, cell):
+    family, ranks, keys = CELLS[cell]
+    torchs, kernels = run(family, ranks, **keys)
+    assert worst(kernels[0].curve, torchs[0].curve) < 1e-5
+    want = masters([r.after for r in torchs])
+    for name, t in masters([r.after for r in kernels]).items():
+        torch.testing.assert_close(t, want[name], rtol=1e-3, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_bf16_weights_are_the_masters_rounded(run):
+    torchs, kernels = run("llama", 1, train__precision="bf16")
+    assert worst(kernels[0].curve[:1], torchs[0].curve[:1]) < 2e-3, "later steps amplify the rounding"
+    for name, t in masters([r.after for r in kernels]).items():
+        torch.testing.assert_close(kernels[0].weights[name][: len(t)].float(), t.bfloat16().float(), rtol=0, atol=0)
+
+
+def traffic(folder: Path | None, cfg):
+    """What a rank sends in a step."""
+    if folder:
+        emulation.use_here(folder)
+    e = engine(cfg)
+    e.initialize()
+    e.train_step(micro_batches(e, 0), 1e-3)
+    return e.comm.bytes, e.comm.messages
+
+
+def test_same_messages(pools, emulated_folder):
+    keys = {"parallel__tp": 2, "parallel__sequence_parallel": True, "train__label_smoothing": 0.1}
+    cfg = tiny("llama", **BATCH, **keys)
+    torchs = pools(2).run(traffic, None, cfg)
+    cfg.ops.backend = "csrc"
+    assert pools(2).run(traffic, emulated_folder, cfg) == torchs
+
+
+def dropped(folder: Path, cfg):
+    """Losses and norms of two steps."""
+    emulation.use_here(folder)
+    e = engine(cfg)
+    e.initialize()
+    results = [e.train_step(micro_batches(e, i), 1e-3) for i in range(2)]
+    return [r.loss for r in results] + [r.grad_norm for r in results]
+
+
+def test_dropout_draws_the_same_masks_again(pools, emulated_folder):
+    """Recomputed or not, in a new engine or the same; another seed draws others."""
+    keys = {"model__hidden_dropout": 0.2, "ops__backend": "csrc"}
+    first, again, recomputed, other = (
+        pools(1).run(dropped, emulated_folder, tiny("gpt2", **BATCH, **keys, **more))[0]
+        for more in ({}, {}, {"parallel__recompute": "full"}, {"train__seed": 8})
+    )
+    assert first == again
+    assert recomputed == pytest.approx(first, rel=1e-6) and other[1] != first[1]
