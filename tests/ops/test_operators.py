@@ -1,0 +1,171 @@
+"""The torch.library side of the kernels: schemas, fake tensors, gradients, torch.compile, and what they refuse."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+
+import pytest
+import torch
+from torch.library import opcheck
+
+from megakit.ops.activation import gelu, swiglu
+from megakit.ops.dropout import dropout_add
+from megakit.ops.folder import SOURCES
+from megakit.ops.fused import library, optimizer
+from megakit.ops.loss import loss_stats  # noqa: F401  defines the operators of the loss
+from megakit.ops.norm import add_norm, norm
+from megakit.ops.rope import rotate, rotate_
+from megakit.ops.softmax import softmax
+
+OPS = torch.ops.megakit
+
+
+def rand(*shape, dtype=torch.float32, grad=True):
+    return torch.randn(*shape).to(dtype).requires_grad_(grad)
+
+
+def calls():
+    """(operator, arguments) of each, as it is used."""
+    table = torch.randn(5, 1, 1, 4), torch.randn(5, 1, 1, 4)
+    weight, bias = rand(24), rand(24)
+    mean, rstd = torch.randn(3), torch.rand(3)
+    flat = [rand(7, grad=False) for _ in range(2)]
+    yield OPS.norm, (rand(3, 24), weight, None, 1e-5)
+    yield OPS.norm, (rand(3, 24, dtype=torch.bfloat16), *(t.detach().bfloat16().requires_grad_() for t in (weight, bias)), 1e-5)
+    yield OPS.add_norm, (rand(3, 24), rand(3, 24), weight, bias, 1e-5)
+    yield OPS.norm_backward, (*(t.detach() for t in (rand(3, 24), rand(3, 24), rand(3, 24), weight)), mean, rstd, True)
+    yield OPS.rope, (rand(3, 2, 3, 8), *table, 2, False, False)
+    yield OPS.rope_, (rand(3, 2, 3, 8, grad=False), *table, 2, 0, True, False)
+    yield OPS.swiglu, (rand(2, 3, 24),)
+    yield OPS.swiglu_backward, (rand(3, 12, grad=False), rand(3, 24, grad=False))
+    yield OPS.gelu, (rand(3, 24), bias, True)
+    yield OPS.gelu, (rand(3, 24), None, False)
+    yield OPS.gelu_backward, (rand(3, 24, grad=False), rand(3, 24, grad=False), bias.detach(), True)
+    yield OPS.softmax, (rand(2, 2, 3, 8), torch.rand(2, 1, 3, 8) < 0.5, 0.3, True)
+    yield OPS.softmax_backward, (rand(2, 2, 3, 8, grad=False), rand(2, 2, 3, 8, grad=False), 0.3)
+    yield OPS.dropout_add, (rand(24), rand(24), 0.3, 5)
+    yield OPS.loss_stats, (rand(3, 8, grad=False), torch.tensor([1, 2, 3]), 7, 0)
+    labels = torch.tensor([1, 2, 3])
+    one = torch.tensor(1.0)
+    yield OPS.loss_gradient_, (rand(3, 8, grad=False), torch.ones(3), torch.ones(3), one, labels, 7, 0, -100, 7, 0.1, 0.0)
+    moments = [t.abs() for t in flat]
+    yield OPS.adamw_, (flat, flat[::-1], moments, flat, [], [0.1, 0.2], [0.0, 0.0], 0.9, 0.95, 1e-8, 0.1, 0.05, 1.0)
+    yield OPS.square_sum, (rand(9, grad=False),)
+
+
+CALLS = [str(operator) for operator, _ in calls()]
+
+
+@pytest.mark.parametrize("index", range(len(CALLS)), ids=CALLS)
+def test_opcheck(emulated, index):
+    torch.manual_seed(0)
+    operator, args = list(calls())[index]
+    opcheck(operator.default, args)
+
+
+def test_every_operator_is_checked():
+    defined = {name.split("::")[1] for name in (s.name for s in torch._C._jit_get_all_schemas()) if name.startswith("megakit::")}
+    assert defined and defined == {name.split(".")[1] for name in CALLS}
+
+
+CASES = {
+    "rms norm": (lambda x, w: norm(x, w, None, 1e-5, "csrc"), [(3, 10), (10,)]),
+    "layer norm": (lambda x, w, b: norm(x, w, b, 1e-5, "csrc"), [(3, 10), (10,), (10,)]),
+    "add and norm": (lambda x, r, w: add_norm(x, r, w, None, 1e-5, "csrc"), [(3, 10), (3, 10), (10,)]),
+    "rope": (lambda x: rotate(x, (torch.ones(2, 3), torch.ones(2, 3)), 0, True, "csrc"), [(2, 1, 2, 6)]),
+    "rope in place": (lambda x: rotate_(x * 1.0, 1, 6, (torch.ones(2, 3), torch.ones(2, 3))), [(2, 1, 12)]),
+    "swiglu": (lambda x: swiglu(x, "csrc"), [(3, 10)]),
+    "gelu": (lambda x, b: gelu(x, b, False, "csrc"), [(3, 5), (5,)]),
+    "gelu by tanh": (lambda x, b: gelu(x, b, True, "csrc"), [(3, 5), (5,)]),
+    "softmax": (lambda x: softmax(x, 0.7, True, None, "csrc"), [(1, 2, 3, 4)]),
+    "dropout": (lambda x, r: dropout_add(x, r, 0.4, 9), [(11,), (11,)]),
+}
+
+
+@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.filterwarnings("ignore:Input #")
+def test_gradcheck(emulated, name):
+    """In fp32, so with wide steps: it finds a wrong formula; test_kernels.py holds them to float64."""
+    torch.manual_seed(0)
+    function, shapes = CASES[name]
+    inputs = [rand(*shape) for shape in shapes]
+    assert torch.autograd.gradcheck(function, inputs, eps=1e-2, atol=5e-3, rtol=5e-3, nondet_tol=1e-6)
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if n != "rope in place"])
+def test_compiles_whole(emulated, name):
+    """torch.compile(fullgraph=True), forward and backward, gives what eager gives."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    function, shapes = CASES[name]
+    inputs = [rand(*shape) for shape in shapes]
+
+    def total(*args):
+        out = function(*args)
+        return sum((o * o).sum() for o in (out if isinstance(out, tuple) else (out,)))
+
+    compiled = torch.compile(total, fullgraph=True, backend="aot_eager")
+    for got, want in zip(torch.autograd.grad(compiled(*inputs), inputs), torch.autograd.grad(total(*inputs), inputs)):
+        torch.testing.assert_close(got, want)
+
+
+def test_what_a_kernel_does_not_have_is_left_to_torch(emulated):
+    """float64, mixed dtypes, rows too long."""
+    for x, w in [
+        (rand(2, 8, dtype=torch.float64), rand(8, dtype=torch.float64)),
+        (rand(2, 8, dtype=torch.bfloat16), rand(8)),
+        (rand(1, 4097), rand(4097)),
+        (rand(1, 16392), rand(16392)),
+        (rand(0, 8), rand(8)),
+    ]:
+        assert torch.equal(norm(x, w, None, 1e-5, "csrc"), norm(x, w, None, 1e-5, "torch"))
+
+
+def test_a_kernel_refuses_what_it_does_not_have(emulated):
+    for operator, args, words in [
+        (OPS.norm, (torch.zeros(1, 4097), torch.ones(4097), None, 1e-5), "mk_norm_forward: a size"),
+        (OPS.swiglu, (torch.zeros(2, 4, dtype=torch.float64),), "no kernel for torch.float64"),
+        (OPS.rope, (torch.zeros(1, 1, 1, 4), torch.ones(1, 2).bfloat16(), torch.ones(1, 2), 0, False, False), "float32"),
+        (OPS.dropout_add, (torch.zeros(4), None, 1.0, 3), "mk_dropout: a size"),
+        (OPS.square_sum, (torch.zeros(4, dtype=torch.bfloat16),), "float32"),
+    ]:
+        with pytest.raises(RuntimeError, match=words):
+            operator(*args)
+
+
+C_TYPES = {"int": "i", "int64_t": "l", "uint64_t": "u", "float": "f"}
+
+
+def test_signatures_are_those_of_the_header():
+    """Each parameter of abi.h, by its letter; the last is the stream."""
+    header = re.sub(r"/\*.*?\*/", "", (SOURCES / "include/megakit/abi.h").read_text(), flags=re.S)
+    found = {}
+    for name, parameters in re.findall(r"int (mk_\w+)\((.*?)\);", header, re.S):
+        types = [re.sub(r"\w+$", "", " ".join(p.split())).replace("const ", "").strip() for p in parameters.split(",")]
+        assert types[-1] == "void*"
+        found[name] = "".join("p" if "*" in t else C_TYPES[t] for t in types[:-1])
+    assert found == library._SIGNATURES
+    assert f"#define MEGAKIT_ABI_VERSION {library.ABI_VERSION}\n" in header
+    assert f"#define MEGAKIT_SHARDS {optimizer.SHARDS}\n" in header
+
+
+def test_the_struct_is_that_of_the_header():
+    header = (SOURCES / "include/megakit/abi.h").read_text()
+    body = re.search(r"typedef struct \{(.*?)\} MegakitShard;", header, re.S)[1]
+    fields = re.findall(r"(\w+)(\*?) (\w+);", body)
+    kinds = {"int64_t": ctypes.c_int64, "float": ctypes.c_float}
+    assert [(name, ctypes.c_void_p if star else kinds[t]) for t, star, name in fields] == list(optimizer._Shard._fields_)
+
+
+def test_without_a_usable_library_operators_say_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setenv("MEGAKIT_KERNELS", str(tmp_path))
+    library.load.cache_clear()
+    with pytest.raises(library.Missing, match=r"there is no .*run python -m megakit.ops.build emulated"):
+        OPS.swiglu(torch.zeros(2, 4))
+    (tmp_path / "libmegakit_emulated.so").write_bytes(b"not a library")
+    with pytest.raises(library.Missing, match="can't be loaded"):
+        library.load("cpu")
+    with pytest.raises(library.Missing, match="no kernels for mps"):
+        library.load("mps")
+    library.load.cache_clear()
