@@ -1,9 +1,9 @@
-# make demo: set-up, then the main job on real text.   make test: set-up, then every test.
+# make demo: set-up, then the main job on real text.   make test: set-up, then every test.   make kernels: csrc/, by nvcc.
 PYTHON ?= python3
 BIN := .venv/bin
 EXTRAS := demo,log,test,dev
 
-.PHONY: setup demo test test-slow lint clean
+.PHONY: setup demo test test-slow kernels lint clean
 
 setup: .venv/.installed
 
@@ -23,6 +23,9 @@ test: setup
 test-slow: setup
 	$(BIN)/python -m pytest -m slow
 
+kernels: setup
+	$(BIN)/python -m megakit.ops.build
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -30,4 +33,4 @@ lint: setup
 	$(BIN)/lint-imports
 
 clean:
-	rm -rf .venv data/demo runs
+	rm -rf .venv data/demo runs megakit/ops/lib

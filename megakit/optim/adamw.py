@@ -66,4 +66,4 @@ class FusedAdamW:
         ]
         adamw_(shards, update, self._betas, self._eps, scale)
         for shard in self.states["exp_avg"]:
-            shard.written = shard.weights is not None
+            shard.written = True
