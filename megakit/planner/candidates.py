@@ -27,6 +27,11 @@ TOKENS = 65536
 """Of a micro-batch, at most; one of up to 8 sequences is tried however long they are."""
 ZB_V_STAGES = 64
 """zb_v is tried up to so many: a table of more takes seconds."""
+MANY = 64
+"""Replicas from which on ZeRO 1 and 2 are tried in groups and with larger buckets too: a message round a ring of so many
+takes long whatever it carries."""
+PER_REPLICA = 1_000_000
+"""Elements of a larger bucket, times the replicas: as much of a message's time is then its bytes' on any number of them."""
 UNSET = {"parallel.layers_per_stage": None, "parallel.recompute_layers": None}
 """What fits one grid only: no grid keeps it of the recipe."""
 
@@ -55,7 +60,9 @@ def candidates(cfg: Config, gpu: Gpu, world: int) -> Iterator[Candidate]:
                 continue
             if (pp, virtual, schedule) not in layers:
                 layers[pp, virtual, schedule] = _stage_layers(cfg, pp, virtual, schedule)
-            for (zero, group), recompute in itertools.product(_sharding(cfg, gpu, dp, pp, cp, tp), ("none", "selective", "full")):
+            for (zero, group, bucket), recompute in itertools.product(
+                _sharding(cfg, gpu, dp, pp, cp, tp), ("none", "selective", "full")
+            ):
                 if schedule in generators.ZERO_BUBBLE and recompute == "full":
                     continue  # what recomputation drops, weight gradients that are put off keep
                 keys: Keys = {
@@ -74,7 +81,7 @@ def candidates(cfg: Config, gpu: Gpu, world: int) -> Iterator[Candidate]:
                     "train.micro_batch_size": micro,
                     "parallel.stage_balance": cfg.parallel.stage_balance if pp > 1 else "layers",
                     "parallel.zero3_reduce": cfg.parallel.zero3_reduce if zero == 3 else "microbatch",
-                    "parallel.bucket_size": ParallelConfig.bucket_size if zero == 3 else cfg.parallel.bucket_size,
+                    "parallel.bucket_size": bucket,
                     **UNSET,
                 }
                 yield Candidate(
@@ -93,6 +100,7 @@ def candidates(cfg: Config, gpu: Gpu, world: int) -> Iterator[Candidate]:
                         schedule=schedule,
                         zero=zero,
                         zero_group=group or dp * cp,
+                        bucket_size=bucket,
                         sequence_parallel=cut,
                         recompute=recompute,
                     ),
@@ -150,17 +158,18 @@ def _stage_layers(cfg: Config, pp: int, virtual: int, schedule: str) -> tuple[in
     return tuple(len(stage.layers) for stage in model_stages(replace(cfg, {**change, **UNSET})))
 
 
-def _sharding(cfg: Config, gpu: Gpu, dp: int, pp: int, cp: int, tp: int) -> Iterator[tuple[int, int | None]]:
-    """(ZeRO, ranks of a group that shards)."""
-    replicas = dp * cp
-    yield 0, None
+def _sharding(cfg: Config, gpu: Gpu, dp: int, pp: int, cp: int, tp: int) -> Iterator[tuple[int, int | None, int]]:
+    """(ZeRO, ranks of a group that shards, elements of a bucket)."""
+    replicas, bucket = dp * cp, cfg.parallel.bucket_size
+    yield 0, None, bucket
     if replicas == 1:
         return
-    yield 1, None
-    yield 2, None
-    if pp > 1 or cfg.train.grad_dtype == "bf16":
-        return
-    yield 3, None
-    for inside in sorted({gpu.gpus_per_node // tp, gpu.nvlink_reach // tp}):
-        if 1 < inside < replicas and replicas % inside == 0 and inside % cp == 0:
-            yield 3, inside
+    inside = {n for n in (gpu.gpus_per_node // tp, gpu.nvlink_reach // tp) if n > 1 and n % cp == 0}
+    groups = [n for n in sorted(inside | {4 * n for n in inside}) if n < replicas and replicas % n == 0]
+    larger = [n for n in (PER_REPLICA * replicas,) if n > bucket and replicas >= MANY]
+    for zero in (1, 2):
+        yield from ((zero, None, size) for size in (bucket, *larger))
+        if replicas >= MANY:
+            yield from ((zero, group, bucket) for group in groups)
+    if pp == 1 and cfg.train.grad_dtype != "bf16":
+        yield from ((3, group, ParallelConfig.bucket_size) for group in (None, *groups))

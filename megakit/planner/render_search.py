@@ -7,6 +7,7 @@ from rich.text import Text
 
 from megakit.config.terminal import columns_table
 from megakit.planner.search import Found, Search
+from megakit.planner.why import LARGE
 from megakit.planner.widths import GIB
 
 COLUMNS = (
@@ -41,6 +42,7 @@ def render_search(found: Search) -> RenderableType:
         cells = [str(f.value(key)) for _, key in COLUMNS]
         cells[2] = _pipeline(f)
         cells[5] += f"/{group}" if group else ""
+        cells[5] += "*" if f.keys["parallel.bucket_size"] >= LARGE else ""
         table.add_row(
             *cells,
             f"{f.step.seconds:.2f}",
@@ -53,6 +55,8 @@ def render_search(found: Search) -> RenderableType:
     title = Text(f"\nGrids for {found.world:,} GPUs: the best of {found.tried:,} by the time model", style="bold")
     parts: list[RenderableType] = [title, table]
     if found.best:
+        if large := {f.keys["parallel.bucket_size"] for f in found.best if f.keys["parallel.bucket_size"] >= LARGE}:
+            parts.append(Text(f"* with parallel.bucket_size={' or '.join(map(str, sorted(large)))}"))
         parts.append(Text(f"The best: {found.best[0].overrides}"))
         if found.own:
             parts.append(Text(f"The recipe's own grid: {found.own}"))

@@ -63,7 +63,7 @@ class Search:
     memory_gib: float
     tried: int
     best: list[Found]
-    """Those that fit, fastest first; of those that differ in their schedule and chunks alone the first."""
+    """Those that fit, fastest first; of those that differ in their schedule, chunks or buckets alone the first."""
     reasons: list[str]
     """Why the other values of each key are worse."""
     own: str
@@ -164,10 +164,11 @@ def _fastest(tried: Iterable[_Tried], sizes: Sizes, gpu: Gpu) -> Iterator[_Tried
 
 
 def _unlike(found: Iterable[_Tried]) -> Iterator[_Tried]:
-    """Of those that differ in their schedule and chunks alone, or in ZeRO 0 and 1, the first."""
+    """Of those that differ in their schedule and chunks, in ZeRO 0 and 1 or in their buckets alone, the first."""
     seen = set()
     for one in found:
-        alike = {"parallel.virtual_stages": 0, "parallel.schedule": "", "parallel.zero": max(1, one.keys["parallel.zero"])}
+        alike = {"parallel.virtual_stages": 0, "parallel.schedule": "", "parallel.bucket_size": 0}
+        alike |= {"parallel.zero": max(1, one.keys["parallel.zero"])}
         grid = tuple((one.keys | alike).values())
         if grid not in seen:
             seen.add(grid)

@@ -27,6 +27,7 @@ _OF_STATES = (
     "parallel.schedule",
     "parallel.zero",
     "parallel.zero_group",
+    "parallel.bucket_size",
 )
 """The keys of a grid that bytes of states depend on, apart from the number of micro-batches."""
 

@@ -12,6 +12,7 @@ from megakit.modeling.balance import head_dim
 from megakit.modeling.layout import padded_vocabulary
 from megakit.parallel.grid import Grid
 from megakit.planner.better import better, other_grids
+from megakit.planner.candidates import PER_REPLICA
 from megakit.planner.hardware import Gpu
 from megakit.planner.timing import StepTime, estimate
 from megakit.planner.workload import Workload
@@ -116,6 +117,9 @@ def _replicas(cfg: Config, grid: Grid, gpu: Gpu, w: Workload, step: StepTime, dp
     if share > EXPOSED:
         inside = gpu.gpus_per_node // grid.tp
         cure = f"train.global_batch_size={2 * cfg.train.global_batch_size} or more"
+        larger = PER_REPLICA * grid.size("dp_cp")
+        if w.zero < 3 and larger > w.bucket_size and (faster := better(cfg, gpu, [{"parallel.bucket_size": larger}], dp_given)):
+            cure = f"{faster}, or {cure}"
         if w.zero == 3 and 1 < inside < replicas:
             cure = f"parallel.zero_group={inside}, which shards inside a node, or {cure}"
         yield f"communication between replicas is {share:.0%} of the step: use {cure}"

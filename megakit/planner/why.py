@@ -9,6 +9,8 @@ from megakit.planner.hardware import Gpu
 from megakit.planner.timing import StepTime, estimate
 from megakit.planner.workload import Workload
 
+LARGE = 64e6
+"""Elements from which on a bucket is named."""
 SHARE = 0.5
 """Of the largest cause, from which on the second one and what is saved are named too."""
 
@@ -72,6 +74,7 @@ def grid_text(keys: dict[str, Any]) -> str:
     pipeline = f" {schedule}" if schedule.startswith("zb") else f" x {chunks} chunks" if chunks > 1 else ""
     cp = f", cp {keys['parallel.cp']}" if keys["parallel.cp"] > 1 else ""
     group = f" in groups of {keys['parallel.zero_group']}" if keys["parallel.zero_group"] else ""
+    group += f" in buckets of {keys['parallel.bucket_size'] / 1e6:,.0f} M" if keys["parallel.bucket_size"] >= LARGE else ""
     return (
         f"tp {keys['parallel.tp']}, pp {keys['parallel.pp']}{pipeline}{cp}, dp {keys['parallel.dp']},"
         f" zero {keys['parallel.zero']}{group}, micro-batch {keys['train.micro_batch_size']},"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import itertools
 import re
 
 import pytest
+from rich.console import Console
 
 from megakit.config import rules
 from megakit.config.compose import compose
@@ -20,6 +22,7 @@ from megakit.planner.hardware import find
 from megakit.planner.machines import gpu_of
 from megakit.planner.memory import RESERVED, peaks
 from megakit.planner.plan import make_plan
+from megakit.planner.render_search import render_search
 from megakit.planner.search import BEST, search, shown
 from megakit.planner.sizes import Sizes
 from megakit.planner.table import make_table
@@ -113,6 +116,20 @@ def test_a_rack_takes_tp_beyond_a_node():
     wide = replace(cfg, {"model.num_query_groups": 64})
     tps = {n: {c.keys["parallel.tp"] for c in candidates(wide, gpu_of(cfg.cluster)[0], n)} for n in (64, 144)}
     assert 16 in tps[64] and 16 not in tps[144], "of two racks of 72, groups of 16 would lie on both"
+
+
+def test_many_replicas_take_larger_buckets_or_groups():
+    """A ring of 1,024 takes 3 ms for a message of any size: with buckets of 40 M elements most of a step of a 7B."""
+    args = ["+recipe=llama7b", "cluster.nodes=128"]
+    found = search(compose(args), H100)
+    sharding = [(f.value("parallel.zero_group"), f.value("parallel.bucket_size")) for f in found.best]
+    assert sharding[0] == (None, 1_024_000_000) and any(group for group, _ in sharding)
+    plan = make_plan(compose([*args, *found.best[0].overrides.split()]))
+    assert plan.estimate.step == found.best[0].step
+    assert found.own.split("%")[0] > "100" and "dp communication" in found.own
+    text = io.StringIO()
+    Console(file=text, width=100).print(render_search(found))
+    assert "1*" in text.getvalue() and "* with parallel.bucket_size=512000000 or 1024000000" in text.getvalue()
 
 
 def test_the_recipes_own_grid_is_compared():

@@ -26,6 +26,8 @@ GOOD = ["+recipe=llama7b"]
         (["parallel.cp=16", "train.global_batch_size=64"], "% of the step: use parallel.cp="),
         (["parallel.zero=3", "parallel.zero_group=32", "cluster.network_gb_s=3"],
          "of the step: use parallel.zero_group=8, which shards inside a node, or train.global_batch_size=2048 or more"),
+        (["cluster.nodes=128"],
+         "% of the step: use parallel.bucket_size=1024000000 ("),
         (["parallel.pp=4", "train.global_batch_size=16"], "2 micro-batches starve 4 pipeline stages: use"),
         (["model.ffn_hidden_size=11000"],
          "model.ffn_hidden_size = 11000 is no multiple of 64, its matrix products leave tensor cores idle: use"
