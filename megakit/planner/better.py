@@ -98,3 +98,13 @@ def other_grids(cfg: Config, gpu: Gpu) -> Iterator[Change]:
             "train.micro_batch_size": micro,
             "parallel.recompute": again,
         }
+
+
+def shallower_grids(cfg: Config, gpu: Gpu) -> Iterator[Change]:
+    """Fewer stages, with as much or more of TP: alone they leave each replica as many micro-batches fewer."""
+    p, t = cfg.parallel, cfg.train
+    tps = [p.tp * n for n in (1, 2, 4, 8) if gpu.gpus_per_node % (p.tp * n) == 0]
+    pps = [n for n in range(1, p.pp) if p.pp % n == 0]
+    micros = dict.fromkeys(n for n in (t.micro_batch_size, t.micro_batch_size // 2, 1) if n)
+    for tp, pp, micro in itertools.product(tps, pps, micros):
+        yield {"parallel.tp": tp, "parallel.pp": pp, "train.micro_batch_size": micro}

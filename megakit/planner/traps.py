@@ -11,7 +11,7 @@ from megakit.config.schema import Config, ModelConfig
 from megakit.modeling.balance import head_dim
 from megakit.modeling.layout import padded_vocabulary
 from megakit.parallel.grid import Grid
-from megakit.planner.better import better, other_grids
+from megakit.planner.better import better, other_grids, shallower_grids
 from megakit.planner.candidates import PER_REPLICA
 from megakit.planner.hardware import Gpu
 from megakit.planner.timing import StepTime, estimate
@@ -23,6 +23,8 @@ EXPOSED = 0.25
 """Share of a step in one axis' communication from which on it is told."""
 TILE = 64
 """Rows and columns of a matrix product that tensor cores take at once, at least."""
+NO_BF16 = ("v100",)
+"""GPUs whose tensor cores take fp16 only: their speed in gpus.json is that."""
 PADDED = 0.05
 """Share of the vocabulary's rows that are padding from which on it is told."""
 
@@ -43,19 +45,22 @@ def traps(cfg: Config, grid: Grid, gpu: Gpu, dp_given: bool = False) -> list[str
         cure = better(cfg, gpu, other_grids(cfg, gpu), dp_given)
         of_grid[0] += f": use {cure}" if cure else f": {COMPARED}"
     return [
-        *_pipeline(cfg, grid, workload, step, gpu),
+        *_pipeline(cfg, grid, workload, step, gpu, dp_given),
         *of_grid,
         *_replicas(cfg, grid, gpu, workload, step, dp_given),
         *_shapes(cfg, grid, workload),
+        *_precision(cfg, gpu),
     ]
 
 
-def _pipeline(cfg: Config, grid: Grid, w: Workload, step: StepTime, gpu: Gpu) -> Iterator[str]:
+def _pipeline(cfg: Config, grid: Grid, w: Workload, step: StepTime, gpu: Gpu, dp_given: bool) -> Iterator[str]:
     if grid.pp == 1 or _idle(step) < IDLE or w.micro_batches < grid.pp:  # a starved pipeline has a note of its own
         return
     kinds = (_smaller_micro_batches(w), _other_schedules(cfg, w), _larger_batches(w))
     tried = [next((cure for cure, changed in kind if _idle(estimate(changed, gpu)) < IDLE), None) for kind in kinds]
-    cures = ", or ".join([*filter(None, tried), "fewer stages"])
+    if cfg.parallel.layers_per_stage is None and cfg.parallel.recompute_layers is None:
+        tried.append(better(cfg, gpu, shallower_grids(cfg, gpu), dp_given))
+    cures = ", or ".join(filter(None, tried)) or "fewer stages and more of parallel.tp"
     yield f"{w.micro_batches} micro-batches on {grid.pp} stages leave {_idle(step):.0%} of the step idle: use {cures}"
 
 
@@ -137,6 +142,11 @@ def _recompute(w: Workload, step: StepTime, gpu: Gpu) -> Iterator[str]:
     if w.recompute == "full":
         without = estimate(dataclasses.replace(w, recompute="none", recompute_layers=None), gpu)
         yield f"parallel.recompute = full takes {1 - without.seconds / step.seconds:.0%} of the step"
+
+
+def _precision(cfg: Config, gpu: Gpu) -> Iterator[str]:
+    if gpu.name in NO_BF16 and cfg.train.precision == "bf16":
+        yield f"train.precision = bf16: a {gpu.title} has no tensor cores for it: use train.precision=fp16"
 
 
 def _shapes(cfg: Config, grid: Grid, w: Workload) -> Iterator[str]:
