@@ -106,6 +106,7 @@ RANGES: dict[str, Range] = {
     "optim.beta2": SHARE,
     "optim.eps": POSITIVE,
     "optim.lr_mult": NOT_NEGATIVE,
+    "ops.loss_chunk": COUNT,
     "optim.wd_mult": NOT_NEGATIVE,
     "optim.momentum": SHARE,
     "optim.ns_steps": Range(1, 99),
@@ -160,7 +161,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "log.wandb": ("disabled", "offline", "online"),
     "launch.device": ("auto", "cuda", "cpu"),
     "ops.backend": ("auto", "torch", "csrc"),
-    **dict.fromkeys((f"ops.{f.name}" for f in fields(OpsConfig) if f.name != "backend"), ("torch", "csrc")),
+    **dict.fromkeys((f"ops.{f.name}" for f in fields(OpsConfig) if f.name not in ("backend", "loss_chunk")), ("torch", "csrc")),
 }
 
 

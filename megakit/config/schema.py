@@ -342,6 +342,9 @@ class OpsConfig:
     """SwiGLU and GELU: torch | csrc."""
     loss: Optional[str] = None
     """Cross entropy: torch | csrc (the gradient takes the place of the logits, without an fp32 copy)."""
+    loss_chunk: Optional[int] = None
+    """Tokens whose logits are held at once, by either loss; the head's product is made once more in the backward pass, and a
+    third time where weight gradients are put off. null: all of a micro-batch."""
     dropout_add: Optional[str] = None
     """Dropout and add on the residual stream: torch | csrc. The two draw different masks."""
     adamw: Optional[str] = None

@@ -20,6 +20,7 @@ from megakit.modeling.norm import Norm
 from megakit.modeling.rope import rope_table
 from megakit.ops.rope import table_dtype
 from megakit.parallel.context import own_positions
+from megakit.parallel.head import linear_cross_entropy
 from megakit.parallel.loss import cross_entropy
 from megakit.parallel.random import mix
 from megakit.parallel.tensor import Region, column_linear, embedding
@@ -63,16 +64,25 @@ class Embedding(nn.Module):
 
 
 class Head(nn.Module):
-    """x [s, B, H] -> logits [S, B, V]"""
+    """x [s, B, H] -> logits [S, B, V]; with labels [S, B] -> the loss sum []"""
 
     def __init__(self, cfg: Config, params: Mapping[str, nn.Parameter], region: Region):
         super().__init__()
-        self.region = region
+        self.region, self.train_cfg = region, cfg.train
+        self.vocab, self.loss_chunk = cfg.model.vocab_size, cfg.ops.loss_chunk
         self.norm = Norm(cfg.model, params, "final_norm", region.ops.norm)
         self.weight = params["embedding.word.weight" if cfg.model.tie_embeddings else "output.weight"]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return column_linear(self.norm(x), self.weight, None, self.region)
+    def forward(self, x: torch.Tensor, labels_SB: torch.Tensor | None = None) -> torch.Tensor:
+        x, region = self.norm(x), self.region
+        if labels_SB is None:
+            return column_linear(x, self.weight, None, region)
+        # evaluation reports the cross entropy alone: the perplexity is made from it
+        smoothing, z_loss = (self.train_cfg.label_smoothing, self.train_cfg.z_loss) if self.training else (0.0, 0.0)
+        if self.loss_chunk:
+            return linear_cross_entropy(x, self.weight, labels_SB, self.vocab, region, smoothing, z_loss, self.loss_chunk)
+        logits = column_linear(x, self.weight, None, region)
+        return cross_entropy(logits, labels_SB, self.vocab, region.comm, smoothing, z_loss, region.ops.loss)
 
 
 class Stage(nn.Module):
@@ -99,15 +109,7 @@ class Stage(nn.Module):
                 x = checkpoint(block, x, rope, seed, batch.documents_SB, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = block(x, rope, seed, batch.documents_SB)
-        if self.head is None:
-            return x
-        logits = self.head(x)
-        if batch.labels_SB is None:
-            return logits
-        # evaluation reports the cross entropy alone: the perplexity is made from it
-        smoothing, z_loss = (cfg.train.label_smoothing, cfg.train.z_loss) if self.training else (0.0, 0.0)
-        region = self.region
-        return cross_entropy(logits, batch.labels_SB, cfg.model.vocab_size, region.comm, smoothing, z_loss, region.ops.loss)
+        return x if self.head is None else self.head(x, batch.labels_SB)
 
     def _rope_for(self, seq_len: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         if self.cfg.model.position_embedding != "rope":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from megakit.ops.backends import CSRC, TORCH, suits
+from megakit.ops.fused.library import DTYPES
 from megakit.ops.fused.rope import RotateInPlace
 
 Table = tuple[torch.Tensor, torch.Tensor]
@@ -16,7 +17,7 @@ Table = tuple[torch.Tensor, torch.Tensor]
 
 def table_dtype(x: torch.Tensor, backend: str) -> torch.dtype:
     """What a table for heads like x is kept in: the kernel computes in fp32, torch's operators in the dtype of x."""
-    return torch.float32 if backend == CSRC and suits(x) else x.dtype
+    return torch.float32 if backend == CSRC and x.dtype in DTYPES else x.dtype
 
 
 def rotate(x_SBND: torch.Tensor, table: Table, offset: int = 0, interleaved: bool = False, backend: str = TORCH) -> torch.Tensor:
@@ -25,7 +26,7 @@ def rotate(x_SBND: torch.Tensor, table: Table, offset: int = 0, interleaved: boo
     if backend == CSRC and suits(x_SBND):
         return torch.ops.megakit.rope(x_SBND, cos, sin, offset, interleaved, False)
     here = slice(offset, offset + x_SBND.shape[0])
-    cos, sin = cos[here], sin[here]
+    cos, sin = cos[here].to(x_SBND.dtype), sin[here].to(x_SBND.dtype)
     a, b = (x_SBND[..., 0::2], x_SBND[..., 1::2]) if interleaved else x_SBND.chunk(2, -1)
     turned = a * cos - b * sin, b * cos + a * sin
     return torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)

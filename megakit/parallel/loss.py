@@ -10,6 +10,8 @@ Padding columns take no part. The result is the SUM over valid tokens: only the 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from megakit.ops.backends import CSRC, TORCH, suits
@@ -70,30 +72,60 @@ class _CrossEntropy(torch.autograd.Function):
         return d.to(ctx.dtype), None, None, None, None, None
 
 
+@dataclass(frozen=True)
+class Columns:
+    """This rank's columns of the vocabulary, and what the loss is."""
+
+    cols: int
+    """That are no padding."""
+    first: int
+    """Id of the first."""
+    vocab: int
+    smoothing: float
+    z_loss: float
+
+    @staticmethod
+    def of(width: int, vocab: int, comm: Comm, smoothing: float, z_loss: float) -> Columns:
+        first = comm.index("tp") * width
+        return Columns(min(max(vocab - first, 0), width), first, vocab, smoothing, z_loss)
+
+    def gradient_(
+        self, logits: torch.Tensor, top: torch.Tensor, exps: torch.Tensor, g: torch.Tensor, labels: torch.Tensor, backend: str
+    ) -> torch.Tensor:
+        return loss_gradient_(logits, top, exps, g.float(), labels, ignore=IGNORE, backend=backend, **vars(self))
+
+
+def join_stats(
+    stats: tuple[torch.Tensor, ...], labels: torch.Tensor, columns: Columns, comm: Comm
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What `loss_stats` gave on each rank of tp -> the loss summed over the valid labels, and of each label the maximum and
+    sum exp(z - max) over the whole vocabulary. The messages are those of _CrossEntropy."""
+    own, exps, target, all_z = stats
+    smoothing = columns.smoothing
+    top = comm.all_reduce(own.clone(), "tp", "max").wait()
+    sums = [target, *([all_z] if smoothing else []), exps * (own - top).exp()]
+    total = comm.all_reduce(torch.stack(sums), "tp").wait()
+    log_sum = total[-1].log()
+    loss = log_sum - (1.0 - smoothing) * (total[0] - top)
+    if smoothing:
+        loss = loss - smoothing * (total[1] / columns.vocab - top)
+    if columns.z_loss:
+        loss = loss + columns.z_loss * (log_sum + top).square()
+    return loss.masked_fill(labels == IGNORE, 0.0).sum(), top, total[-1].clone()  # a view would keep the other sums
+
+
 class _FusedCrossEntropy(torch.autograd.Function):
     """By the kernels: one pass over the logits forward and one backward, which puts their gradient in their place. Nothing of
-    their size is ever allocated, so the gradient can be made once. The messages are those of _CrossEntropy."""
+    their size is ever allocated, so the gradient can be made once."""
 
     @staticmethod
     def forward(ctx, logits_SBV, labels_SB, vocab: int, comm: Comm, smoothing: float, z_loss: float):
-        width = logits_SBV.shape[-1]
-        start = comm.index("tp") * width
-        true = min(max(vocab - start, 0), width)  # columns that are not padding
-        own, exps, target, all_z = loss_stats(logits_SBV, labels_SB, true, start)
-        top = comm.all_reduce(own.clone(), "tp", "max").wait()
-        sums = [target, *([all_z] if smoothing else []), exps * (own - top).exp()]
-        total = comm.all_reduce(torch.stack(sums), "tp").wait()
-        log_sum = total[-1].log()
-        loss = log_sum - (1.0 - smoothing) * (total[0] - top)
-        if smoothing:
-            loss = loss - smoothing * (total[1] / vocab - top)
-        lse = log_sum + top
-        if z_loss:
-            loss = loss + z_loss * lse.square()
-        ctx.save_for_backward(logits_SBV, labels_SB, top, total[-1])
-        ctx.columns = {"cols": true, "first": start, "ignore": IGNORE, "vocab": vocab}
-        ctx.smoothing, ctx.z_loss, ctx.done = smoothing, z_loss, False
-        return loss.masked_fill(labels_SB == IGNORE, 0.0).sum()
+        ctx.columns = Columns.of(logits_SBV.shape[-1], vocab, comm, smoothing, z_loss)
+        stats = loss_stats(logits_SBV, labels_SB, ctx.columns.cols, ctx.columns.first, CSRC)
+        loss, top, exps = join_stats(stats, labels_SB, ctx.columns, comm)
+        ctx.save_for_backward(logits_SBV, labels_SB, top, exps)
+        ctx.done = False
+        return loss
 
     @staticmethod
     def backward(ctx, g):
@@ -101,8 +133,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
             raise RuntimeError("the gradient of this loss has taken the place of its logits: it can be made only once")
         ctx.done = True
         logits, labels, top, exps = ctx.saved_tensors
-        d = loss_gradient_(logits, top, exps, g.float(), labels, **ctx.columns, smoothing=ctx.smoothing, z_loss=ctx.z_loss)
-        return d, None, None, None, None, None
+        return ctx.columns.gradient_(logits, top, exps, g, labels, CSRC), None, None, None, None, None
 
 
 def cross_entropy(

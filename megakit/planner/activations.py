@@ -1,9 +1,10 @@
 """The activation ledger: every tensor that a stage keeps of one micro-batch from its forward to its backward pass.
 
 It follows what the modules save: linear layers their input, before it is gathered (parallel/tensor.py); norms their input
-and one fp32 statistic per row (ops/norm.py); SwiGLU its input (ops/activation.py); attention what a flash kernel needs; the loss
-the fp32 probabilities (parallel/loss.py). Dropout keeps nothing, its masks are drawn again. A tensor that two save counts
-once. Tests hold the sum against the bytes that are really kept. No torch here.
+and one fp32 statistic per row (ops/norm.py); SwiGLU its input (ops/activation.py); attention what a flash kernel needs; the
+loss the fp32 probabilities, by kernels the logits, of chunks neither (parallel/loss.py, head.py). Dropout keeps nothing, its
+masks are drawn again. A tensor that two save counts once. Tests hold the sum against the bytes that are really kept. No
+torch here.
 
 Symbols, of one rank: S sequence (under context parallelism its part), s its part under sequence parallelism (else S),
 B micro-batch, H hidden, N query heads and G key/value heads, D head width, F inside the MLP, V vocabulary with its padding.
@@ -50,14 +51,23 @@ class Operators:
     """Attention is not fused: softmax, its dropout's mask and result are kept, 5 bytes per score (Korthikanti et al. 2022)."""
     head_gradient_apart: bool = False
     """The head's weight gradient is made in fp32 and then added, not accumulated in place."""
+    loss_in_place: bool = False
+    """The logits' gradient takes their place: no fp32 probabilities."""
 
 
-MEGAKIT = Operators()
+def own(cfg: Config) -> Operators:
+    """This program's. ops.backend=auto counts as torch, which keeps more: whether kernels are built isn't known here."""
+
+    def by_kernel(backend: str | None) -> bool:
+        return (backend or cfg.ops.backend) == "csrc"
+
+    selective = cfg.parallel.recompute == "selective"
+    return Operators(rotates_in_place=by_kernel(cfg.ops.rope) and not selective, loss_in_place=by_kernel(cfg.ops.loss))
 
 
-def ledger(cfg: Config, layout: StageLayout, operators: Operators = MEGAKIT) -> list[Kept]:
-    """What one rank of a stage keeps of one micro-batch, line by line."""
-    return list(_Sizes(cfg, operators).stage(layout))
+def ledger(cfg: Config, layout: StageLayout, operators: Operators | None = None) -> list[Kept]:
+    """What one rank of a stage keeps of one micro-batch, line by line; `operators` None: this program's."""
+    return list(_Sizes(cfg, operators or own(cfg)).stage(layout))
 
 
 def peak(row: Iterable[Op], chunk_bytes: Sequence[int], deferred_bytes: Sequence[int]) -> int:
@@ -110,12 +120,22 @@ class _Sizes:
             yield from self._mlp(layers - full)
         if layout.last:
             yield from self._norm("final norm", 1)
-            yield Kept("loss: probabilities", "S B V", (self.S, self.B, self.V), 4)
-            yield Kept("loss: targets", "S B", (self.S, self.B), 8)
-            yield Kept("loss: which are this rank's, which are valid", "2 S B", (2, self.S, self.B), 1)
-            yield Kept("loss: log-sum-exp", "S B", (self.S, self.B), 4)
+            yield from self._loss()
         else:
             yield self._residual("output, held for its gradient", 1)
+
+    def _loss(self) -> Iterator[Kept]:
+        S, B, V = self.S, self.B, self.V
+        if self.cfg.ops.loss_chunk or self.operators.loss_in_place:
+            if not self.cfg.ops.loss_chunk:
+                yield Kept("loss: logits", "S B V", (S, B, V), self.width)
+            yield Kept("loss: labels", "S B", (S, B), 8)
+            yield Kept("loss: maximum and sum", "2 S B", (2, S, B), 4)
+            return
+        yield Kept("loss: probabilities", "S B V", (S, B, V), 4)
+        yield Kept("loss: targets", "S B", (S, B), 8)
+        yield Kept("loss: which are this rank's, which are valid", "2 S B", (2, S, B), 1)
+        yield Kept("loss: log-sum-exp", "S B", (S, B), 4)
 
     def _residual(self, name: str, count: int) -> Kept:
         return Kept(name, "s B H", (self.s, self.B, self.H), self.width, count)

@@ -24,7 +24,7 @@ from megakit.parallel.grid import Grid
 from megakit.parallel.pipeline import generators
 from megakit.parallel.pipeline.schedule import Op
 from megakit.parallel.shard import ParamSpec
-from megakit.planner.activations import MEGAKIT, Kept, Operators, deferred, ledger, peak, without_recomputation
+from megakit.planner.activations import Kept, Operators, deferred, ledger, own, peak, without_recomputation
 from megakit.planner.states import States, states
 from megakit.planner.table import make_table
 from megakit.planner.widths import GRADIENT_BYTES, WEIGHT_BYTES
@@ -55,7 +55,7 @@ class Peak:
         return self.states + self.activations + self.temporaries
 
 
-def peaks(cfg: Config, operators: Operators = MEGAKIT) -> list[Peak]:
+def peaks(cfg: Config, operators: Operators | None = None) -> list[Peak]:
     """One for each place on the pp axis, of a resolved recipe."""
     grid = Grid.of(cfg.parallel)
     return [stage_peak(cfg, grid, rank, row, operators) for rank, row in enumerate(make_table(cfg, grid).rows)]
@@ -81,14 +81,14 @@ def held_at(cfg: Config, grid: Grid, rank: int) -> Held:
     return Held(rank, layouts, chunks, states(cfg, grid, chunks), _whole_buckets(cfg, grid, chunks))
 
 
-def stage_peak(cfg: Config, grid: Grid, rank: int, row: Sequence[Op], operators: Operators = MEGAKIT) -> Peak:
+def stage_peak(cfg: Config, grid: Grid, rank: int, row: Sequence[Op], operators: Operators | None = None) -> Peak:
     """Of a rank that runs this row of the schedule."""
     return peak_with(cfg, grid, held_at(cfg, grid, rank), row, operators)
 
 
-def peak_with(cfg: Config, grid: Grid, held: Held, row: Sequence[Op], operators: Operators = MEGAKIT) -> Peak:
+def peak_with(cfg: Config, grid: Grid, held: Held, row: Sequence[Op], operators: Operators | None = None) -> Peak:
     """The same; `held` may be that of a recipe with another micro-batch or recomputation."""
-    layouts, rank = held.layouts, held.rank
+    layouts, rank, operators = held.layouts, held.rank, operators or own(cfg)
     lines = [ledger(cfg, layout, operators) for layout in layouts]
     in_layers = _in_flight(cfg, layouts, row, [[k for k in kept if not _of_loss(k)] for kept in lines])
     # layers are alike, what is recomputed goes by their number
@@ -102,11 +102,17 @@ def peak_with(cfg: Config, grid: Grid, held: Held, row: Sequence[Op], operators:
 
 
 def _loss(cfg: Config, grid: Grid, operators: Operators) -> int:
-    """Beside the fp32 probabilities: the logits in the compute type, fp32 ones too; or the head's weight gradient."""
+    """Beside the fp32 probabilities: the logits in the compute type, fp32 ones too; or the head's weight gradient. Beside logits
+    that become their gradient nothing; of a chunk its logits, and without kernels fp32 ones and their gradient."""
     vocabulary = padded_vocabulary(cfg.model, grid.tp) // grid.tp
     if operators.head_gradient_apart:
         return vocabulary * cfg.model.hidden_size * WEIGHT_BYTES["fp32"]
     tokens = cfg.train.micro_batch_size * cfg.train.seq_len // grid.cp
+    if cfg.ops.loss_chunk:
+        each = WEIGHT_BYTES[cfg.train.precision] + (0 if operators.loss_in_place else 2 * WEIGHT_BYTES["fp32"])
+        return min(cfg.ops.loss_chunk, tokens) * vocabulary * each
+    if operators.loss_in_place:
+        return 0
     return tokens * vocabulary * WEIGHT_BYTES[cfg.train.precision]
 
 

@@ -138,7 +138,10 @@ def explained(plan: Plan) -> RenderableType:
 
 def _temporary(plan: Plan, stage: StagePlan) -> Line:
     if stage.instant == "loss":
-        what = f"at the loss: the logits in {plan.precision}, beside their fp32 probabilities"
+        kept = {line.name for chunk in stage.activations for line in chunk}
+        whole = "loss: probabilities" in kept
+        beside = f"the logits in {plan.precision}, beside their fp32 probabilities" if whole else "the logits of a chunk"
+        what = f"at the loss: {beside}"
     else:
         again = ", and what it keeps, made again" if plan.recompute == "full" else ""
         what = f"at the backward pass of a layer: its weight and activation gradients{again}"

@@ -17,6 +17,7 @@ from megakit.ops.fused.rope import RotateInPlace
 from megakit.ops.norm import _RMSNorm
 from megakit.parallel.comm import Comm
 from megakit.parallel.context import Exchange, _Gathered, _Ring
+from megakit.parallel.head import _LinearCrossEntropy
 from megakit.parallel.loss import _CrossEntropy, _FusedCrossEntropy
 from megakit.parallel.random import _Dropout
 from megakit.parallel.tensor import Region, _Embedding, _Linear
@@ -116,8 +117,8 @@ RULES: dict[type[torch.autograd.Function], Rule] = {
     _SwiGLU: swiglu,
 }
 
-KERNELS: set[type[torch.autograd.Function]] = {RotateInPlace, _FusedCrossEntropy}
-"""Functions that a check never meets: it steps torch's operators, whose messages those of the kernels equal
+KERNELS: set[type[torch.autograd.Function]] = {RotateInPlace, _FusedCrossEntropy, _LinearCrossEntropy}
+"""Functions that a check never meets: it steps torch's operators and whole logits, with the same messages
 (tests/train/test_fused.py)."""
 
 TRUSTED: set[type[torch.autograd.Function]] = {_Dropout}

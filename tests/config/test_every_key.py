@@ -211,6 +211,7 @@ PROOFS: dict[str, Changes | Refuses | Permits] = {
     "ops.rope": Changes("csrc", see.operators),
     "ops.activation": Changes("csrc", see.operators),
     "ops.loss": Changes("csrc", see.operators),
+    "ops.loss_chunk": Changes(8, see.plan),
     "ops.dropout_add": Changes("csrc", see.operators),
     "ops.adamw": Changes("csrc", see.operators),
     "run.name": Changes("other", see.whole_run, RUN),

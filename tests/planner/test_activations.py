@@ -14,6 +14,7 @@ from megakit.parallel.pipeline.schedule import Op
 from megakit.planner.activations import ledger, peak
 from megakit.planner.plan import make_plan
 from tests.config.tiny import tiny as recipe
+from tests.ops import emulation
 from tests.tiny import tiny
 from tests.train.parity import engine
 
@@ -105,6 +106,28 @@ def test_the_ledger_of_each_pipeline_stage(pools):
     ]
     for stage, rank in enumerate(pools(2).run(measure, configs)):
         assert_exact(configs, rank, stage)
+
+
+def with_kernels(folder, configs: list[Config]) -> list[int]:
+    emulation.use_here(folder)
+    return measure(configs)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_ledger_with_kernels_and_with_a_chunked_loss(pools, emulated_folder, family):
+    """q and k are turned in place but under selective recomputation; no fp32 probabilities."""
+    keys = {"train__precision": "bf16", "ops__backend": "csrc"}
+    configs = [model(family, mode, **keys) for mode in MODES]
+    configs += [model(family, "none", **keys, ops__loss_chunk=100), model(family, "none", ops__loss_chunk=100)]
+    assert_exact(configs, pools(1).run(with_kernels, emulated_folder, configs)[0])
+
+
+def test_kernels_keep_less():
+    def gib(**keys):
+        return planned(model("llama", "none", train__precision="bf16", **keys))
+
+    assert gib(ops__backend="csrc", ops__loss_chunk=64) < gib(ops__backend="csrc") < gib(ops__loss="csrc") < gib()
+    assert gib(ops__backend="auto") == gib(ops__backend="torch")
 
 
 def assert_exact(configs: list[Config], got: list[int], stage: int = 0) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megakit.config.schema import Config, ModelConfig, ParallelConfig, TrainConfig
-from megakit.planner.activations import MEGAKIT
+from megakit.planner.activations import Operators
 from megakit.planner.memory import MEGATRON_2021, TRANSFORMER_ENGINE, peaks
 from megakit.planner.widths import GIB
 
@@ -43,7 +43,7 @@ def test_published_peaks_of_a_truncated_70b_on_b200(cfg, measured, instant):
 
 def test_more_is_kept_by_these_operators_and_more_by_unfused_attention():
     cfg = run(tp=8, pp=2)
-    ours, theirs, unfused = (peaks(cfg, operators)[0] for operators in (MEGAKIT, TRANSFORMER_ENGINE, MEGATRON_2021))
+    ours, theirs, unfused = (peaks(cfg, operators)[0] for operators in (Operators(), TRANSFORMER_ENGINE, MEGATRON_2021))
     held = 2 * 6  # micro-batches in flight x layers
     rotated = held * 4096 * (8 + 1) * 128 * 2
     assert ours.total - theirs.total == rotated
@@ -89,5 +89,5 @@ def test_a_tied_head_is_the_embedding_of_its_rank(schedule):
     cfg = run(tp=8, pp=2, schedule=schedule, virtual_stages=2 if schedule == "zb_v" else 1)
     tied = replace(cfg, model=replace(cfg.model, tie_embeddings=True))
     place = 0 if schedule == "zb_v" else 1
-    for operators in (MEGAKIT, TRANSFORMER_ENGINE):
+    for operators in (Operators(), TRANSFORMER_ENGINE):
         assert peaks(tied, operators)[place].temporaries == peaks(cfg, operators)[place].temporaries

@@ -80,11 +80,12 @@ def traffic(folder: Path | None, cfg):
     return e.comm.bytes, e.comm.messages
 
 
-def test_same_messages(pools, emulated_folder):
+@pytest.mark.parametrize("chunk", [None, 5])
+def test_same_messages(pools, emulated_folder, chunk):
     keys = {"parallel__tp": 2, "parallel__sequence_parallel": True, "train__label_smoothing": 0.1}
     cfg = tiny("llama", **BATCH, **keys)
     torchs = pools(2).run(traffic, None, cfg)
-    cfg.ops.backend = "csrc"
+    cfg.ops.backend, cfg.ops.loss_chunk = "csrc", chunk
     assert pools(2).run(traffic, emulated_folder, cfg) == torchs
 
 
@@ -106,3 +107,69 @@ def test_dropout_draws_the_same_masks_again(pools, emulated_folder):
     )
     assert first == again
     assert recomputed == pytest.approx(first, rel=1e-6) and other[1] != first[1]
+
+
+CHUNKED = {
+    "torch, last chunk short": ("llama", 1, {}),
+    "csrc": ("llama", 1, {"ops__backend": "csrc"}),
+    "csrc, tp 2, sequence parallel, smoothing": (
+        "llama",
+        2,
+        {**CELLS["tp 2, sequence parallel, smoothing"][2], "ops__backend": "csrc"},
+    ),
+    "torch, tp 2": ("gpt2", 2, {"parallel__tp": 2, "train__label_smoothing": 0.1, "train__z_loss": 1e-3}),
+    "csrc, zb_h1 over 2 stages, tied": (
+        "gpt2",
+        2,
+        {"parallel__pp": 2, "parallel__schedule": "zb_h1", "ops__backend": "csrc"},
+    ),
+    "torch, ZeRO 3 over 2": ("llama", 2, CELLS["ZeRO 3 over 2"][2]),
+}
+
+
+def chunked(folder: Path, cfg) -> Result:
+    emulation.use_here(folder)
+    return train(cfg)
+
+
+@pytest.mark.parametrize("cell", list(CHUNKED))
+def test_a_chunked_loss_is_the_whole_one(pools, emulated_folder, cell):
+    """7 of 16 tokens at a time, beside torch's whole logits."""
+    family, ranks, keys = CHUNKED[cell]
+    whole = pools(ranks).run(train, tiny(family, **BATCH, **{k: v for k, v in keys.items() if k != "ops__backend"}))
+    parts = pools(ranks).run(chunked, emulated_folder, tiny(family, **BATCH, **keys, ops__loss_chunk=7))
+    assert worst(parts[0].curve, whole[0].curve) < 1e-5
+    want = masters([r.after for r in whole])
+    for name, t in masters([r.after for r in parts]).items():
+        torch.testing.assert_close(t, want[name], rtol=1e-3, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def largest(cfg) -> int:
+    """Elements of the largest tensor that a step allocates, but for the flat buffers."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Sizes(TorchDispatchMode):
+        most = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            for t in out if isinstance(out, (tuple, list)) else (out,):
+                if isinstance(t, torch.Tensor) and not t._is_view():
+                    self.most = max(self.most, t.numel())
+            return out
+
+    e = engine(cfg)
+    e.initialize()
+    with Sizes() as sizes:
+        e.forward_backward(micro_batches(e, 0))
+    return sizes.most
+
+
+def test_a_chunked_loss_never_holds_all_logits(pools):
+    """2 x 16 tokens, vocabulary 2,048: all logits are 65,536 numbers, a chunk's 8,192, a bucket's gradient 33,792."""
+    sizes = {"model__vocab_size": 2048, "model__hidden_size": 16, "model__num_layers": 1, "model__ffn_hidden_size": 8}
+    cfg = tiny("llama", **BATCH, **sizes, train__micro_batch_size=2)
+    assert pools(1).run(largest, cfg) == [65536]
+    cfg.ops.loss_chunk = 4
+    (most,) = pools(1).run(largest, cfg)
+    assert most <= 33792
