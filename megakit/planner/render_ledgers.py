@@ -139,8 +139,11 @@ def explained(plan: Plan) -> RenderableType:
 def _temporary(plan: Plan, stage: StagePlan) -> Line:
     if stage.instant == "loss":
         kept = {line.name for chunk in stage.activations for line in chunk}
-        whole = "loss: probabilities" in kept
-        beside = f"the logits in {plan.precision}, beside their fp32 probabilities" if whole else "the logits of a chunk"
+        beside = "the logits of a chunk"
+        if "loss: probabilities" in kept:
+            beside = f"the logits in {plan.precision}, beside their fp32 probabilities"
+        elif "loss: logits" in kept:
+            beside = "nothing, the gradient takes the logits' place"
         what = f"at the loss: {beside}"
     else:
         again = ", and what it keeps, made again" if plan.recompute == "full" else ""
