@@ -123,14 +123,11 @@ def nearest_multiples(value: int, unit: int) -> str:
 def _check_model(cfg: Config) -> None:
     m = cfg.model
     pairs = 2 if m.position_embedding == "rope" else 1
-    wide = [n for n in _divisors(m.hidden_size) if m.hidden_size // n % pairs == 0]
-    heads: list[Change] = [{"model.num_attention_heads": n} for n in _nearest_first(wide, m.num_attention_heads)]
-    sizes = _near("model.hidden_size", m.hidden_size, pairs * m.num_attention_heads)
     if m.hidden_size % m.num_attention_heads:
         raise Broken(
             f"model.hidden_size = {m.hidden_size} is not divisible by model.num_attention_heads = {m.num_attention_heads}",
-            *([change] for change in sizes),
-            heads,
+            *_widths(m, pairs),
+            _heads(m, pairs),
         )
     if m.num_attention_heads % m.num_query_groups:
         divisors = _divisors(m.num_attention_heads)
@@ -144,9 +141,18 @@ def _check_model(cfg: Config) -> None:
         raise Broken(
             f"model.hidden_size / model.num_attention_heads = {m.hidden_size} / {m.num_attention_heads} = {width} is odd, and"
             " rope turns pairs",
-            heads,
-            *([change] for change in sizes),
+            _heads(m, pairs),
+            *_widths(m, pairs),
         )
+
+
+def _heads(m: ModelConfig, pairs: int) -> list[Change]:
+    wide = [n for n in _divisors(m.hidden_size) if m.hidden_size // n % pairs == 0]
+    return [{"model.num_attention_heads": n} for n in _nearest_first(wide, m.num_attention_heads)]
+
+
+def _widths(m: ModelConfig, pairs: int) -> list[list[Change]]:
+    return [[change] for change in _near("model.hidden_size", m.hidden_size, pairs * m.num_attention_heads)]
 
 
 ROPE_NEEDS: dict[str, tuple[str, ...]] = {

@@ -46,25 +46,42 @@ class Sizes:
         self._kept = MASTER_BYTES[cfg.train.precision] + STATE_BYTES * min(len(algorithms.kept(cfg.optim, a)) for a in used)
 
     def of(self, one: Candidate) -> int | None:
-        """Bytes of the largest rank; None where the grid is refused."""
+        """Bytes of the largest rank; None where the grid would fit and is refused."""
         if one not in self._sizes:
             try:
                 cfg, grid, held = self._prepared(one)
-                self._sizes[one] = _largest(cfg, grid, held)
+                size = _largest(cfg, grid, held)
+                if size <= self.limit:  # of what is too large the rules, which take as long, are not asked
+                    rules.check(cfg)
+                self._sizes[one] = size
             except Refused as why:
                 self.refusals[one] = str(why)
                 self._sizes[one] = None
         return self._sizes[one]
 
     def at_least(self, one: Candidate) -> int:
-        """Bytes of the matrices' states alone, by arithmetic."""
-        w = one.workload
-        held = w.rank_layers
+        """Bytes of the matrices' states, and of what the first rank keeps for its layers, by arithmetic."""
+        w, layers = one.workload, one.workload.rank_layers
         tables = w.table_elements * (1 if w.pp > 1 or w.tied else 2)
-        elements = max(held[0] * w.layer_elements + tables, max(held) * w.layer_elements)
+        first = self._states(one, layers[0] * w.layer_elements + tables)
+        kept = (1 if w.schedule == "zb_v" else min(w.micro_batches, w.pp)) * layers[0] * self._layer(one)
+        return max(first + kept, self._states(one, max(layers) * w.layer_elements))
+
+    def _states(self, one: Candidate, elements: int) -> int:
+        w = one.workload
         cut = [max(1, w.zero_group) if w.zero >= level else 1 for level in (1, 2, 3)]
         gathered = 0 if w.zero == 3 and w.zero_group > 1 else elements * self._weight
         return gathered + elements * w.gradient_bytes // cut[1 if w.zero3_each else 2] + elements * self._kept // cut[0]
+
+    def _layer(self, one: Candidate) -> int:
+        """Of one micro-batch: a layer's input, and without full recomputation its queries, keys, values and MLP."""
+        w = one.workload
+        rows = w.micro_batch_size * w.seq // w.cp
+        residual = rows * w.hidden // (w.tp if w.sequence_parallel else 1)
+        if w.recompute == "full":
+            return residual * self._weight
+        inside = (w.heads + 2 * w.kv_heads) * w.head_dim + w.ffn * (3 if w.gated else 2)
+        return (4 * residual + rows * inside // w.tp) * self._weight
 
     def fits(self, one: Candidate) -> bool:
         if one not in self._sizes and self.at_least(one) > self.limit:
@@ -83,16 +100,17 @@ class Sizes:
 
 
 def _places(cfg: Config) -> list[int]:
-    """Ranks of the pipeline of which one holds most: the ends, and the first of those with the most layers."""
+    """Ranks of the pipeline of which one holds most: the ends, and of those with the most layers the first, which has most
+    micro-batches in flight, and the last, which puts most weight gradients off."""
     where = model_placement(cfg)
     layers = [0] * where.ranks
     for stage in model_stages(cfg):
         layers[where.place(stage.index)[0]] += len(stage.layers)
-    return sorted({0, layers.index(max(layers)), where.ranks - 1})
+    fullest = [rank for rank, n in enumerate(layers) if n == max(layers)]
+    return sorted({0, fullest[0], fullest[-1], where.ranks - 1})
 
 
 def _largest(cfg: Config, grid: Grid, held: list[Held]) -> int:
-    rules.check(cfg)
     check_blocks(cfg, grid)
     p = cfg.parallel
     rows = _rows(p.schedule, p.pp, p.virtual_stages, micro_batches(cfg, grid))

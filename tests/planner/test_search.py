@@ -288,9 +288,13 @@ def test_bytes_are_the_plans_and_bounded_by_arithmetic(recipe):
 
 
 def test_a_stage_in_the_middle_may_be_the_fullest():
-    """126 layers on 32 stages: the ends have three, those between them four."""
+    """126 layers on 32 stages: the ends have three, those between them four. Of zb_h1 the last one with most layers."""
     cfg = compose(["+recipe=llama70b", "model.num_layers=126", "cluster.nodes=16"])
     (one, *_) = (c for c in candidates(cfg, H100, 128) if c.keys["parallel.pp"] == 32 and c.keys["parallel.recompute"] == "full")
     plan = make_plan(replace(cfg, one.keys))
     assert 0 < plan.worst_stage < 31
     assert Sizes(cfg, 0).of(one) == plan.stages[plan.worst_stage].total_bytes
+    cfg = compose(["+recipe=llama13b", "cluster.nodes=9", "train.global_batch_size=1152"], checked=False)
+    sizes = Sizes(cfg, 0)
+    for one in [c for c in candidates(cfg, H100, 72) if c.keys["parallel.pp"] == 9][::20]:
+        assert sizes.of(one) == max(p.total for p in peaks(replace(cfg, one.keys))), one.keys
