@@ -9,6 +9,7 @@ docs/parity.md; --rows keeps the rows whose name contains TEXT.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # so that the plain command finds this clone from anywhere
 
+from megakit.ops import build
+from tests.ops import emulation
 from tests.pool import Pool
 from tests.train.features import FEATURES, LAYOUTS, STEPS, TOLERANCE, Feature, config, layouts, reference_curve, world
 from tests.train.parity import assemble, train, worst
@@ -49,6 +52,8 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="put the table into docs/parity.md")
     parser.add_argument("--rows", default="", help="keep the rows whose name contains this")
     args = parser.parse_args()
+    build.build(build.emulated(), emulation.FOLDER)
+    os.environ["MEGAKIT_KERNELS"] = str(emulation.FOLDER)  # before a worker starts
     lines, every = ["| |" + "|".join(LAYOUTS) + "|", "|---" * (len(LAYOUTS) + 1) + "|"], []
     print("\n".join(lines))
     for feature, found in measure([f for f in FEATURES if args.rows in f.name]):

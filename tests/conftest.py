@@ -12,6 +12,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["XDG_CONFIG_HOME"] = os.devnull  # speeds that were measured on this machine are no matter here
 
 from megakit.ops import build
+from tests.ops import emulation
+
+os.environ["MEGAKIT_KERNELS"] = str(emulation.FOLDER)  # before a worker starts
 from tests.pool import Pool
 
 
@@ -31,10 +34,8 @@ def pools() -> Iterator[Callable[[int], Pool]]:
 
 
 @pytest.fixture(scope="session")
-def emulated_folder(tmp_path_factory):
-    """A folder with the emulated kernels."""
+def kernels() -> None:
+    """The emulated kernels are where this process and the workers look for them."""
     if shutil.which("g++") is None:
         pytest.skip("no g++: the kernels can't be emulated")
-    out = tmp_path_factory.mktemp("kernels")
-    build.build(build.emulated(), out)
-    return out
+    build.build(build.emulated(), emulation.FOLDER)

@@ -9,12 +9,9 @@ from tests.ops import emulation
 
 
 @pytest.fixture
-def emulated(emulated_folder, monkeypatch):
-    """Operators run the emulated kernels."""
-    emulation.use(emulated_folder, monkeypatch)
-    yield load("cpu")
-    monkeypatch.undo()
-    load.cache_clear()
+def emulated(kernels):
+    """The library that operators run."""
+    return load("cpu")
 
 
 @pytest.fixture(params=list(emulation.ORDERS))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,22 +10,13 @@ import torch
 
 from megakit.ops.fused.library import load
 
+FOLDER = Path(__file__).parents[2] / "build/kernels"
+"""Where tests look for libraries, whatever is installed."""
+
 ORDERS = {"forward": 0, "reverse": 1, "random": 2}
 
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """Half the distance of neighbouring numbers near 1: the error of one rounding."""
-
-
-def use(folder: Path, patch) -> None:
-    """The library in `folder` is the one that operators find, until the patch is undone."""
-    patch.setenv("MEGAKIT_KERNELS", str(folder))
-    load.cache_clear()
-
-
-def use_here(folder: Path) -> None:
-    """As `use`, for the rest of a worker's life: it got its environment before the library was built."""
-    os.environ["MEGAKIT_KERNELS"] = str(folder)
-    load.cache_clear()
 
 
 @contextmanager

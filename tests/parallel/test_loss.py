@@ -12,7 +12,6 @@ from megakit.parallel.comm import Comm
 from megakit.parallel.grid import Grid, ParallelState
 from megakit.parallel.loss import IGNORE, cross_entropy
 from megakit.parallel.shard import ShardSpec
-from tests.ops import emulation
 
 VOCAB = 33
 
@@ -35,10 +34,8 @@ def reference(logits, labels, smoothing, z_loss):
     return loss.item(), logits.grad
 
 
-def local_loss(tp, divisible_by, scale, smoothing, z_loss, dtype, kernels=None):
+def local_loss(tp, divisible_by, scale, smoothing, z_loss, dtype, backend="torch"):
     """This rank's loss and its gradient as true columns of the global one; padding columns hold large junk."""
-    if kernels:
-        emulation.use_here(kernels)
     state = ParallelState(Grid(tp=tp), torch.device("cpu"), timedelta(seconds=60))
     logits, labels = problem(scale, dtype)
     spec = ShardSpec.padded_rows("w", VOCAB, 1, state.index("tp"), tp, divisible_by)
@@ -46,7 +43,7 @@ def local_loss(tp, divisible_by, scale, smoothing, z_loss, dtype, kernels=None):
     for box in spec.boxes:
         mine[..., : box.size[0]] = logits[..., box.start[0] : box.start[0] + box.size[0]]
     mine.requires_grad_()
-    loss = cross_entropy(mine * 1.0, labels, VOCAB, Comm(state), smoothing, z_loss, "csrc" if kernels else "torch")
+    loss = cross_entropy(mine * 1.0, labels, VOCAB, Comm(state), smoothing, z_loss, backend)
     loss.backward()
     true = sum(box.size[0] for box in spec.boxes)
     assert not mine.grad[..., true:].any(), "padding columns have a gradient"
@@ -86,17 +83,16 @@ def test_all_labels_ignored_is_zero_without_nan(pools):
 
 @pytest.mark.parametrize(("tp", "divisible_by"), [(1, 1), (2, 2), (2, 128)])
 @pytest.mark.parametrize(("smoothing", "z_loss"), [(0.0, 0.0), (0.1, 1e-2)])
-def test_the_kernels_equal_torch_for_any_padding(pools, emulated_folder, tp, divisible_by, smoothing, z_loss):
+def test_the_kernels_equal_torch_for_any_padding(pools, kernels, tp, divisible_by, smoothing, z_loss):
     for scale in (1.0, 200.0):
         expected, grad = reference(*problem(scale), smoothing, z_loss)
-        results = pools(tp).run(local_loss, tp, divisible_by, scale, smoothing, z_loss, torch.float32, emulated_folder)
+        results = pools(tp).run(local_loss, tp, divisible_by, scale, smoothing, z_loss, torch.float32, "csrc")
         for dtype, loss, _ in results:
             assert dtype == torch.float32 and loss == pytest.approx(expected, rel=1e-5)
         torch.testing.assert_close(torch.cat([g for *_, g in results], -1).double(), grad, rtol=1e-5, atol=1e-6)
 
 
-def gradient_twice(kernels):
-    emulation.use_here(kernels)
+def gradient_twice():
     state = ParallelState(Grid(), torch.device("cpu"), timedelta(seconds=60))
     x = torch.randn(3, 1, 8, requires_grad=True)
     logits = x * 1.0
@@ -109,8 +105,8 @@ def gradient_twice(kernels):
         return in_place, str(e)
 
 
-def test_the_kernels_gradient_is_in_the_place_of_the_logits_and_made_once(pools, emulated_folder):
-    ((in_place, words),) = pools(1).run(gradient_twice, emulated_folder)
+def test_the_kernels_gradient_is_in_the_place_of_the_logits_and_made_once(pools, kernels):
+    ((in_place, words),) = pools(1).run(gradient_twice)
     assert in_place and "only once" in words
 
 

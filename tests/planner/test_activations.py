@@ -14,7 +14,6 @@ from megakit.parallel.pipeline.schedule import Op
 from megakit.planner.activations import ledger, peak
 from megakit.planner.plan import make_plan
 from tests.config.tiny import tiny as recipe
-from tests.ops import emulation
 from tests.tiny import tiny
 from tests.train.parity import engine
 
@@ -108,18 +107,13 @@ def test_the_ledger_of_each_pipeline_stage(pools):
         assert_exact(configs, rank, stage)
 
 
-def with_kernels(folder, configs: list[Config]) -> list[int]:
-    emulation.use_here(folder)
-    return measure(configs)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_ledger_with_kernels_and_with_a_chunked_loss(pools, emulated_folder, family):
+def test_the_ledger_with_kernels_and_with_a_chunked_loss(pools, kernels, family):
     """q and k are turned in place but under selective recomputation; no fp32 probabilities."""
     keys = {"train__precision": "bf16", "ops__backend": "csrc"}
     configs = [model(family, mode, **keys) for mode in MODES]
     configs += [model(family, "none", **keys, ops__loss_chunk=100), model(family, "none", ops__loss_chunk=100)]
-    assert_exact(configs, pools(1).run(with_kernels, emulated_folder, configs)[0])
+    assert_exact(configs, pools(1).run(measure, configs)[0])
 
 
 def test_kernels_keep_less():

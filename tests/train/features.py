@@ -89,6 +89,12 @@ FEATURES = [
     Feature("Muon, ZeRO 1, groups of 2", {"optim__name": "muon", **_parallel(zero=1, zero_group=2)}),
     Feature("Muon, ZeRO 3", {"optim__name": "muon", **ZERO3}),
     Feature("parameter groups, ZeRO 1", {**GROUPS, **_parallel(zero=1)}),
+    Feature("kernels, emulated", {"ops__backend": "csrc"}),
+    Feature("kernels, emulated, GPT-2, SP", {"ops__backend": "csrc", **_parallel(sequence_parallel=True)}, "gpt2"),
+    Feature(
+        "kernels, emulated, loss by chunks, ZB-H1", {"ops__backend": "csrc", "ops__loss_chunk": 7, **_parallel(schedule="zb_h1")}
+    ),
+    Feature("loss by chunks", {"ops__loss_chunk": 7, "train__label_smoothing": 0.1}),
     Feature("micro-batches of 2", {"train__micro_batch_size": 2, "train__global_batch_size": 8}),
 ]
 
@@ -124,8 +130,8 @@ def config(feature: Feature, layout: str = "1") -> Config:
 
 
 def reference_config(feature: Feature) -> Config:
-    """One process: the feature's keys without those of the grid."""
-    keys = {k: v for k, v in feature.keys.items() if not k.startswith("parallel__")}
+    """One process of torch's operators: the feature's keys without those of the grid and of the operators."""
+    keys = {k: v for k, v in feature.keys.items() if not k.startswith(("parallel__", "ops__"))}
     return tiny(feature.family, **{**COMMON, **keys})
 
 

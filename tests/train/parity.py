@@ -22,7 +22,9 @@ def engine(cfg: Config) -> Engine:
     grid = Grid.of(cfg.parallel)
     if grid not in _states:
         _states[grid] = ParallelState(grid, torch.device("cpu"), timedelta(seconds=60))
-    return Engine(cfg, _states[grid], Comm(_states[grid]))
+    made = Engine(cfg, _states[grid], Comm(_states[grid]))
+    assert not made.ops_note.startswith("NOTE"), made.ops_note  # kernels that are asked for must be there
+    return made
 
 
 def micro_batches(e: Engine, step: int, samples: int | None = None) -> list[MicroBatch]:

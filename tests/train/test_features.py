@@ -48,7 +48,7 @@ def cells_of_rows():
 
 
 @pytest.mark.parametrize(("feature", "layout"), list(cells_of_rows()))
-def test_feature_equals_one_process(pools, reference, feature, layout):
+def test_feature_equals_one_process(pools, reference, kernels, feature, layout):
     results = pools(world(layout)).run(train, config(feature, layout), STEPS)
     assert all(r.curve == results[0].curve for r in results), "ranks disagree"
     assert worst(results[0].curve, reference(feature)) < TOLERANCE

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from megakit.ops.backends import Backends
-from tests.ops import emulation
 from tests.tiny import tiny
 from tests.train.parity import Result, engine, masters, micro_batches, train, worst
 
@@ -16,20 +13,18 @@ BATCH = {"train__global_batch_size": 4, "train__seq_len": 16}
 ALL = Backends(*["csrc"] * 6)
 
 
-def fused(folder: Path, cfg) -> Result:
-    """In a worker, which found its environment before the library was built."""
-    emulation.use_here(folder)
+def fused(cfg) -> Result:
     assert engine(cfg).ops == ALL
     return train(cfg)
 
 
 @pytest.fixture
-def run(pools, emulated_folder):
+def run(pools, kernels):
     def both(family, ranks=1, **keys):
         cfg = tiny(family, **BATCH, **keys)
         torchs = pools(ranks).run(train, cfg)
         cfg.ops.backend = "csrc"
-        return torchs, pools(ranks).run(fused, emulated_folder, cfg)
+        return torchs, pools(ranks).run(fused, cfg)
 
     return both
 
@@ -70,10 +65,8 @@ def test_bf16_weights_are_the_masters_rounded(run):
         torch.testing.assert_close(kernels[0].weights[name][: len(t)].float(), t.bfloat16().float(), rtol=0, atol=0)
 
 
-def traffic(folder: Path | None, cfg):
+def traffic(cfg):
     """What a rank sends in a step."""
-    if folder:
-        emulation.use_here(folder)
     e = engine(cfg)
     e.initialize()
     e.train_step(micro_batches(e, 0), 1e-3)
@@ -81,28 +74,27 @@ def traffic(folder: Path | None, cfg):
 
 
 @pytest.mark.parametrize("chunk", [None, 5])
-def test_same_messages(pools, emulated_folder, chunk):
+def test_same_messages(pools, kernels, chunk):
     keys = {"parallel__tp": 2, "parallel__sequence_parallel": True, "train__label_smoothing": 0.1}
     cfg = tiny("llama", **BATCH, **keys)
-    torchs = pools(2).run(traffic, None, cfg)
+    torchs = pools(2).run(traffic, cfg)
     cfg.ops.backend, cfg.ops.loss_chunk = "csrc", chunk
-    assert pools(2).run(traffic, emulated_folder, cfg) == torchs
+    assert pools(2).run(traffic, cfg) == torchs
 
 
-def dropped(folder: Path, cfg):
+def dropped(cfg):
     """Losses and norms of two steps."""
-    emulation.use_here(folder)
     e = engine(cfg)
     e.initialize()
     results = [e.train_step(micro_batches(e, i), 1e-3) for i in range(2)]
     return [r.loss for r in results] + [r.grad_norm for r in results]
 
 
-def test_dropout_draws_the_same_masks_again(pools, emulated_folder):
+def test_dropout_draws_the_same_masks_again(pools, kernels):
     """Recomputed or not, in a new engine or the same; another seed draws others."""
     keys = {"model__hidden_dropout": 0.2, "ops__backend": "csrc"}
     first, again, recomputed, other = (
-        pools(1).run(dropped, emulated_folder, tiny("gpt2", **BATCH, **keys, **more))[0]
+        pools(1).run(dropped, tiny("gpt2", **BATCH, **keys, **more))[0]
         for more in ({}, {}, {"parallel__recompute": "full"}, {"train__seed": 8})
     )
     assert first == again
@@ -127,17 +119,12 @@ CHUNKED = {
 }
 
 
-def chunked(folder: Path, cfg) -> Result:
-    emulation.use_here(folder)
-    return train(cfg)
-
-
 @pytest.mark.parametrize("cell", list(CHUNKED))
-def test_a_chunked_loss_is_the_whole_one(pools, emulated_folder, cell):
+def test_a_chunked_loss_is_the_whole_one(pools, kernels, cell):
     """7 of 16 tokens at a time, beside torch's whole logits."""
     family, ranks, keys = CHUNKED[cell]
     whole = pools(ranks).run(train, tiny(family, **BATCH, **{k: v for k, v in keys.items() if k != "ops__backend"}))
-    parts = pools(ranks).run(chunked, emulated_folder, tiny(family, **BATCH, **keys, ops__loss_chunk=7))
+    parts = pools(ranks).run(train, tiny(family, **BATCH, **keys, ops__loss_chunk=7))
     assert worst(parts[0].curve, whole[0].curve) < 1e-5
     want = masters([r.after for r in whole])
     for name, t in masters([r.after for r in parts]).items():
