@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from megakit.config.schema import Config
 from megakit.modeling.balance import head_dim
 from megakit.modeling.layout import StageLayout, padded_vocabulary, recomputed_layers
-from megakit.parallel.pipeline.schedule import Op
+from megakit.parallel.pipeline.schedule import SENDS_IN_FLIGHT, Op
 from megakit.planner.widths import WEIGHT_BYTES
 
 
@@ -53,6 +53,8 @@ class Operators:
     """The head's weight gradient is made in fp32 and then added, not accumulated in place."""
     loss_in_place: bool = False
     """The logits' gradient takes their place: no fp32 probabilities."""
+    sends_in_flight: int = SENDS_IN_FLIGHT
+    """Activations and their gradients, between stages, that live until they are sent."""
 
 
 def own(cfg: Config) -> Operators:
@@ -84,11 +86,14 @@ def peak(row: Iterable[Op], chunk_bytes: Sequence[int], deferred_bytes: Sequence
 
 
 def deferred(cfg: Config, layout: StageLayout) -> int:
-    """Bytes that the weight gradients of one micro-batch need while they are put off: the operands of every linear layer.
-
-    Recomputation frees none of them: they count as what is kept without it, an upper bound.
-    """
-    return sum(line.bytes for line in ledger(without_recomputation(cfg), layout))
+    """Bytes that the weight gradients of one micro-batch need while they are put off: of every linear layer its input and the
+    gradient of its output, each as it is cut over tp, whatever is recomputed."""
+    at = _Sizes(cfg, own(cfg))
+    residual, inside = at.s * at.B * at.H, at.S * at.B * at.F
+    qkv, heads = at.S * at.B * (at.N + 2 * at.G) * at.D, at.S * at.B * at.N * at.D
+    layer = (residual + qkv) + (heads + residual) + (residual + inside * (1 + at.gated)) + (inside + residual)
+    head = (residual + at.S * at.B * at.V) if layout.last else 0
+    return (layer * len(layout.layers) + head) * at.width
 
 
 def without_recomputation(cfg: Config) -> Config:
@@ -104,7 +109,7 @@ class _Sizes:
         self.S, self.B, self.H = cfg.train.seq_len // cfg.parallel.cp, cfg.train.micro_batch_size, m.hidden_size
         self.s = self.S // tp if cfg.parallel.sequence_parallel else self.S
         self.N, self.G, self.D = m.num_attention_heads // tp, m.num_query_groups // tp, head_dim(m)
-        self.F = m.ffn_hidden_size // tp
+        self.F, self.gated = m.ffn_hidden_size // tp, m.activation == "swiglu"
         self.V = padded_vocabulary(m, tp) // tp
 
     def stage(self, layout: StageLayout) -> Iterator[Kept]:
@@ -171,7 +176,7 @@ class _Sizes:
 
     def _mlp(self, count: int) -> Iterator[Kept]:
         yield from self._norm("mlp norm", count)
-        if self.model.activation == "swiglu":
+        if self.gated:
             yield Kept("mlp: gate and up", "S B 2 F", (self.S, self.B, 2 * self.F), self.width, count)
         else:
             yield Kept("mlp: up", "S B F", (self.S, self.B, self.F), self.width, count)

@@ -7,6 +7,8 @@ Nothing is fitted. Two instants are compared, by what stands in memory beside th
     layers   all that is kept without the loss, and of the layer at work the weight gradients in the compute type, the
              gradients of its MLP and of two residuals, and, where it is recomputed, what it keeps
 
+Beside both stand what is on its way between stages and the tokens of the step.
+
 The operators are a parameter: published peaks are of programs with other ones. What a process holds beside its tensors
 (context, communication buffers, fragmentation) is not in it. No torch here.
 """
@@ -18,22 +20,24 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from megakit.config.schema import Config
-from megakit.modeling.layout import StageLayout, padded_vocabulary, rank_stages, recomputed_layers, stage_params
+from megakit.modeling.layout import StageLayout, padded_vocabulary, rank_stages, recomputed_layers, stage_params, units
 from megakit.parallel.buckets import REDUCED_AT_ONCE, fill_buckets
 from megakit.parallel.grid import Grid
 from megakit.parallel.pipeline import generators
 from megakit.parallel.pipeline.schedule import Op
 from megakit.parallel.shard import ParamSpec
 from megakit.planner.activations import Kept, Operators, deferred, ledger, own, peak, without_recomputation
-from megakit.planner.states import States, states
+from megakit.planner.states import States, accumulates_whole, fully_sharded, states
 from megakit.planner.table import make_table
 from megakit.planner.widths import GRADIENT_BYTES, WEIGHT_BYTES
 
 RESERVED = 0.08
 """Share of a GPU's memory that is left to the process: its context, communication buffers, fragmentation."""
-TRANSFORMER_ENGINE = Operators(rotates_in_place=True, head_gradient_apart=True)
+TRANSFORMER_ENGINE = Operators(rotates_in_place=True, head_gradient_apart=True, sends_in_flight=0)
 """Megatron with Transformer Engine."""
-MEGATRON_2021 = Operators(rotates_in_place=True, keeps_scores=True, head_gradient_apart=True)
+TOKEN_BYTES = 8
+"""Of an index of the vocabulary."""
+MEGATRON_2021 = Operators(rotates_in_place=True, keeps_scores=True, head_gradient_apart=True, sends_in_flight=0)
 """Megatron without fused attention."""
 
 
@@ -47,12 +51,14 @@ class Peak:
     """In flight at the worst instant."""
     temporaries: int
     """That live for that moment."""
+    moving: int
+    """On their way between stages, and the tokens of the step."""
     instant: str
     """loss | layers."""
 
     @property
     def total(self) -> int:
-        return self.states + self.activations + self.temporaries
+        return self.states + self.activations + self.temporaries + self.moving
 
 
 def peaks(cfg: Config, operators: Operators | None = None) -> list[Peak]:
@@ -72,13 +78,16 @@ class Held:
     states: States
     buckets: int
     """Bytes of whole gradient buckets that ZeRO 2 has not cut yet."""
+    reducing: int
+    """Bytes of whole gradients beside the layer at work under ZeRO 3: of the layer that is being reduced, and of the head."""
 
 
 def held_at(cfg: Config, grid: Grid, rank: int) -> Held:
     """Of a resolved recipe."""
     layouts = rank_stages(cfg, rank)
     chunks = [stage_params(cfg, layout, grid.tp, 0) for layout in layouts]
-    return Held(rank, layouts, chunks, states(cfg, grid, chunks), _whole_buckets(cfg, grid, chunks))
+    buckets, reducing = _whole_buckets(cfg, grid, chunks), _being_reduced(cfg, grid, layouts, chunks)
+    return Held(rank, layouts, chunks, states(cfg, grid, chunks), buckets, reducing)
 
 
 def stage_peak(cfg: Config, grid: Grid, rank: int, row: Sequence[Op], operators: Operators | None = None) -> Peak:
@@ -94,10 +103,11 @@ def peak_with(cfg: Config, grid: Grid, held: Held, row: Sequence[Op], operators:
     # layers are alike, what is recomputed goes by their number
     unlike = {len(layout.layers): (layout, chunk) for layout, chunk in zip(layouts, held.chunks)}
     layer = max(_layer(cfg, layout, chunk, operators) for layout, chunk in unlike.values())
-    at = [Peak(rank, held.states.total, in_layers, layer + held.buckets, "layers")]
+    moving = _moving(cfg, grid, layouts, len(row), operators)
+    at = [Peak(rank, held.states.total, in_layers, layer + held.buckets + held.reducing, moving, "layers")]
     if any(layout.last for layout in layouts):
         of_loss = _loss(cfg, grid, operators) + held.buckets
-        at.append(Peak(rank, held.states.total, _in_flight(cfg, layouts, row, lines), of_loss, "loss"))
+        at.append(Peak(rank, held.states.total, _in_flight(cfg, layouts, row, lines), of_loss, moving, "loss"))
     return max(at, key=lambda x: x.total)
 
 
@@ -116,6 +126,18 @@ def _loss(cfg: Config, grid: Grid, operators: Operators) -> int:
     return tokens * vocabulary * WEIGHT_BYTES[cfg.train.precision]
 
 
+def _moving(cfg: Config, grid: Grid, layouts: Sequence[StageLayout], operations: int, operators: Operators) -> int:
+    """Sends under way, a receive posted ahead in each direction, and the tokens of all micro-batches with one that follows."""
+    t, p = cfg.train, cfg.parallel
+    tokens = t.global_batch_size // grid.dp * (t.seq_len + 1) * TOKEN_BYTES
+    if grid.pp == 1:
+        return tokens
+    between = t.micro_batch_size * t.seq_len // grid.cp * cfg.model.hidden_size // (grid.tp if p.sequence_parallel else 1)
+    ends = sum(layout.first + layout.last for layout in layouts)
+    sends, receives = min(operators.sends_in_flight, operations), 2 * len(layouts) - ends if operators.sends_in_flight else 0
+    return tokens + (sends + receives) * between * WEIGHT_BYTES[t.precision]
+
+
 def _whole_buckets(cfg: Config, grid: Grid, chunks: Sequence[dict[str, ParamSpec]]) -> int:
     """ZeRO 2: the gradients of buckets that are not cut yet, one that is filled and those that are being reduced."""
     if cfg.parallel.zero != 2 or grid.size("dp_shard") == 1:
@@ -123,6 +145,18 @@ def _whole_buckets(cfg: Config, grid: Grid, chunks: Sequence[dict[str, ParamSpec
     buckets, _ = fill_buckets(chunks, grid.size("dp_cp"), cfg.parallel.bucket_size)
     largest = sorted((bucket.size for bucket in buckets), reverse=True)[: 1 + REDUCED_AT_ONCE]
     return sum(largest) * GRADIENT_BYTES[cfg.train.grad_dtype]
+
+
+def _being_reduced(cfg: Config, grid: Grid, layouts: Sequence[StageLayout], chunks: Sequence[dict[str, ParamSpec]]) -> int:
+    """ZeRO 3: fully_shard reduces a copy of a layer's gradients while the next layer is at work, unless they are kept whole;
+    the head's, in the compute type, wait for the end of the backward pass."""
+    if not fully_sharded(cfg, grid):
+        return 0
+    head = padded_vocabulary(cfg.model, grid.tp) // grid.tp * cfg.model.hidden_size if layouts[-1].last else 0
+    layer = 0
+    if not accumulates_whole(cfg, grid):
+        layer = max((sum(p.shard.numel for p in unit) for chunk in chunks for unit in units(chunk)[1:]), default=0)
+    return layer * GRADIENT_BYTES[cfg.train.grad_dtype] + head * WEIGHT_BYTES[cfg.train.precision]
 
 
 def _of_loss(kept: Kept) -> bool:

@@ -90,7 +90,7 @@ def _stages(plan: Plan) -> Table:
             f"{stage.parameters:,}",
             *(f"{size / size_of:.2f}" for size in sizes),
             f"{stage.in_flight} x {stage.activation_bytes / stage.in_flight / size_of:.2f}",
-            f"{stage.temporary_bytes / size_of:.2f}",
+            f"{(stage.temporary_bytes + stage.moving_bytes) / size_of:.2f}",
             f"{stage.total_bytes / size_of:.2f}",
             style="bold" if worst and len(plan.stages) > 1 else None,
         )

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megakit.config.terminal import columns_table, facts_table
+from megakit.parallel.pipeline.schedule import SENDS_IN_FLIGHT
 from megakit.planner.estimate import GPU_HOURS_PER_FAILURE, STORAGE_GB_S_PER_NODE, Estimate
 from megakit.planner.memory import RESERVED
 from megakit.planner.plan import Plan
@@ -119,7 +120,7 @@ def explained(plan: Plan) -> RenderableType:
     """Every line of the ledgers of the stage with the most bytes."""
     stage = plan.stages[plan.worst_stage]
     memory = _table("states", "formula", "GiB", left=2)
-    for line in [*stage.states, _temporary(plan, stage), *_process(plan)]:
+    for line in [*stage.states, _temporary(plan, stage), _moving(plan, stage), *_process(plan)]:
         memory.add_row(line.name, line.formula, f"{line.bytes / GIB:.3f}")
     kept = _table("kept of a micro-batch", "elements", "sizes", "GiB", left=3)
     for chunk in stage.activations:
@@ -150,6 +151,11 @@ def _temporary(plan: Plan, stage: StagePlan) -> Line:
         what = f"at the backward pass of a layer: its weight and activation gradients{again}"
     buckets = "; whole buckets of gradients" if plan.zero == 2 else ""
     return Line("temporary", f"{what}{buckets}", stage.temporary_bytes)
+
+
+def _moving(plan: Plan, stage: StagePlan) -> Line:
+    between = f"up to {SENDS_IN_FLIGHT} sends to other stages, receives posted ahead, and " if len(plan.stages) > 1 else ""
+    return Line("on the way", f"{between}the tokens of the step", stage.moving_bytes)
 
 
 def _process(plan: Plan) -> list[Line]:

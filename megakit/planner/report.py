@@ -70,7 +70,7 @@ def memory(stage: StagePlan, longest: float, process_bytes: float = 0.0) -> list
         ("gradients", stage.gradient_bytes),
         ("optimizer", stage.optimizer_bytes + stage.padding_bytes),
         ("activations", stage.activation_bytes),
-        ("temporaries", stage.temporary_bytes),
+        ("temporaries", stage.temporary_bytes + stage.moving_bytes),
         ("process", process_bytes),
     )
     return [Segment(name, size / GIB, 100 * size / GIB / longest, name) for name, size in kinds if size]

@@ -48,6 +48,8 @@ class StagePlan:
     """Of all micro-batches in flight, as the schedule has it, when the rank holds most."""
     temporary_bytes: int
     """That live for a moment, when it is the worst one."""
+    moving_bytes: int
+    """On their way between stages, and the tokens of the step."""
     instant: str
     """That moment: loss (logits and probabilities) | layers (the backward pass of one)."""
     in_flight: int
@@ -62,8 +64,8 @@ class StagePlan:
 
     @property
     def total_bytes(self) -> int:
-        """States, the activations of all micro-batches in flight, and what lives for a moment."""
-        return self.state_bytes + self.activation_bytes + self.temporary_bytes
+        """States, the activations of all micro-batches in flight, and what lives for a moment or is on its way."""
+        return self.state_bytes + self.activation_bytes + self.temporary_bytes + self.moving_bytes
 
 
 def stage_plans(cfg: Config, grid: Grid, table: Schedule) -> list[StagePlan]:
@@ -98,6 +100,7 @@ def stage_plan(cfg: Config, grid: Grid, rank: int, row: Sequence[Op], in_flight:
         activations=[ledger(cfg, layout) for layout in layouts],
         activation_bytes=most.activations,
         temporary_bytes=most.temporaries,
+        moving_bytes=most.moving,
         instant=most.instant,
         in_flight=in_flight,
         traffic=step_traffic(cfg, grid, rank),

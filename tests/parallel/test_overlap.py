@@ -6,7 +6,7 @@ import pytest
 
 from megakit.parallel.buckets import REDUCED_AT_ONCE
 from megakit.parallel.comm import COMPUTE
-from megakit.parallel.pipeline.executor import SENDS_IN_FLIGHT
+from megakit.parallel.pipeline.schedule import SENDS_IN_FLIGHT
 from tests.tiny import tiny
 from tests.train.parity import micro_batches, warmed_up
 

@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 
 from megakit.config.schema import Config, ModelConfig, ParallelConfig, TrainConfig
-from megakit.planner.activations import Operators
-from megakit.planner.memory import MEGATRON_2021, TRANSFORMER_ENGINE, peaks
+from megakit.modeling.layout import rank_stages
+from megakit.parallel.grid import Grid
+from megakit.planner.activations import Operators, deferred
+from megakit.planner.memory import MEGATRON_2021, TRANSFORMER_ENGINE, held_at, peaks
 from megakit.planner.widths import GIB
 
 LLAMA = ModelConfig(
@@ -46,7 +48,8 @@ def test_more_is_kept_by_these_operators_and_more_by_unfused_attention():
     ours, theirs, unfused = (peaks(cfg, operators)[0] for operators in (Operators(), TRANSFORMER_ENGINE, MEGATRON_2021))
     held = 2 * 6  # micro-batches in flight x layers
     rotated = held * 4096 * (8 + 1) * 128 * 2
-    assert ours.total - theirs.total == rotated
+    moving = (4 + 1) * 4096 // 8 * 8192 * 2  # sends under way, and the gradient that comes
+    assert ours.total - theirs.total == rotated + moving
     assert unfused.total - theirs.total == held * 5 * 8 * 4096**2
 
 
@@ -91,3 +94,34 @@ def test_a_tied_head_is_the_embedding_of_its_rank(schedule):
     place = 0 if schedule == "zb_v" else 1
     for operators in (Operators(), TRANSFORMER_ENGINE):
         assert peaks(tied, operators)[place].temporaries == peaks(cfg, operators)[place].temporaries
+
+
+def test_what_is_on_its_way_between_stages_is_counted():
+    tokens = 4 * 4097 * 8
+    assert peaks(run())[0].moving == tokens
+    one = 4096 * 8192 * 2
+    assert [p.moving for p in peaks(run(pp=4))] == [tokens + n * one for n in (4 + 1, 4 + 2, 4 + 2, 4 + 1)]
+    chunked = run(pp=4, schedule="interleaved_1f1b", virtual_stages=3)
+    assert peaks(chunked)[1].moving == tokens + (4 + 6) * one
+    assert peaks(run(pp=4), TRANSFORMER_ENGINE)[1].moving == tokens
+
+
+def test_weight_gradients_that_are_put_off_need_the_operands_of_their_products():
+    """Of a layer: four inputs and four gradients of outputs; of the head its input and the logits' gradient."""
+    cfg = run(tp=8, pp=4, schedule="zb_h1")
+    (middle,), (last,) = (rank_stages(cfg, rank) for rank in (1, 3))
+    residual, qkv, heads, ffn = 4096 // 8 * 8192, 4096 * (8 + 2) * 128, 4096 * 8 * 128, 4096 * 28672 // 8
+    layer = 4 * residual + qkv + heads + 3 * ffn
+    assert deferred(cfg, middle) == 3 * layer * 2
+    assert deferred(cfg, last) - deferred(cfg, middle) == 2 * (residual + 4096 * 129024 // 8)
+
+
+def test_zero_3_reduces_a_layers_gradients_beside_the_next_layer():
+    def reducing(**keys) -> int:
+        cfg = run(dp=4, **keys)
+        cfg = replace(cfg, parallel=replace(cfg.parallel, zero=3))
+        return held_at(cfg, Grid.of(cfg.parallel), 0).reducing
+
+    layer = 2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 28672 + 2 * 8192
+    head = 2 * 128256 * 8192
+    assert reducing(zero3_reduce="microbatch") == 4 * layer + head and reducing(zero3_reduce="step") == head

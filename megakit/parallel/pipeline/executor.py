@@ -10,10 +10,7 @@ import torch
 
 from megakit.parallel.comm import Comm, Handle
 from megakit.parallel.deferred import DeferredGrads
-from megakit.parallel.pipeline.schedule import Move, Op, Placement, Program
-
-SENDS_IN_FLIGHT = 4
-"""Sends of a rank under way at once: each holds an activation or its gradient."""
+from megakit.parallel.pipeline.schedule import SENDS_IN_FLIGHT, Move, Op, Placement, Program
 
 Stage = Callable[[torch.Tensor | None, Any], torch.Tensor]
 Key = tuple[str, int, int]

@@ -44,6 +44,9 @@ class Move(NamedTuple):
 
 Program = list[Op | Move]
 
+SENDS_IN_FLIGHT = 4
+"""Sends of a rank under way at once: each holds an activation or its gradient."""
+
 COST = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 """Time of an operation, in forward passes: a backward pass has twice the matrix products."""
 
