@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from megakit.modeling import attention as attention_module
 from megakit.modeling import norm as norm_module
 from megakit.ops import attention as blocks
+from megakit.ops import norm as norm_operators
 from megakit.parallel import tensor as linear_module
 
 
@@ -36,12 +37,8 @@ class _Norm(torch.autograd.Function):
         return torch.empty_like(x), torch.empty_like(weight), None if ctx.bias is None else torch.empty_like(ctx.bias), None
 
 
-def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return _Norm.apply(x, weight, None, 1)
-
-
-def _layer_norm(x: torch.Tensor, shape: Any, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
-    return _Norm.apply(x, weight, bias, 2)
+def _norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, backend: str = "") -> torch.Tensor:
+    return _Norm.apply(x, weight, bias, 1 if bias is None else 2)
 
 
 def _accumulate_outer(total: torch.Tensor, g: torch.Tensor, x: torch.Tensor) -> None:
@@ -66,8 +63,8 @@ def _kernel(q: torch.Tensor, allowed: torch.Tensor | None, keep: torch.Tensor | 
 def gpu_operators() -> Iterator[None]:
     """The engine's operators are those of a GPU, until the end of the block."""
     stand_ins: list[tuple[Any, str, Callable | SimpleNamespace]] = [
-        (norm_module, "rms_norm", _rms_norm),
-        (norm_module, "F", SimpleNamespace(layer_norm=_layer_norm)),
+        (norm_module, "norm", _norm),
+        (norm_operators, "norm", _norm),  # with a residual that is added before
         (linear_module, "accumulate_outer", _accumulate_outer),
         (attention_module, "F", SimpleNamespace(scaled_dot_product_attention=_attention)),
         (blocks, "_kernel", _kernel),

@@ -17,7 +17,7 @@ SEVENTY_ON_ZERO_3 = ["+recipe=llama70b", "parallel.pp=1", "parallel.tp=1", "para
     [
         (["+recipe=llama7b", "parallel.zero=0"], "parallel.zero=1"),
         (["+recipe=llama7b", "parallel.zero=1", "cluster.gpu_memory_gib=37"], "parallel.zero=2"),
-        (["+recipe=llama7b", "parallel.zero=3", "parallel.zero3_reduce=step", "cluster.gpu_memory_gib=24"],
+        (["+recipe=llama7b", "parallel.zero=3", "parallel.zero3_reduce=step", "cluster.gpu_memory_gib=26"],
          "parallel.zero3_reduce=microbatch"),
         (["+recipe=llama7b", "train.seq_len=65536", "parallel.recompute=full", "parallel.zero=3", "cluster.gpu_memory_gib=20"],
          "parallel.cp="),

@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megakit.modeling import attention, norm
 from megakit.ops import attention as blocks
+from megakit.ops import norm as operators
 from megakit.parallel import tensor
 from megakit.verify.gpu import gpu_operators
 from megakit.verify.live import LiveBytes
@@ -19,7 +20,7 @@ X, W = (6, 2, 16), (16,)
 
 
 def test_they_are_put_back():
-    names = [(norm, "rms_norm"), (norm, "F"), (tensor, "accumulate_outer"), (attention, "F"), (blocks, "_kernel")]
+    names = [(norm, "norm"), (operators, "norm"), (tensor, "accumulate_outer"), (attention, "F"), (blocks, "_kernel")]
     before = [getattr(*name) for name in names]
     with pytest.raises(KeyError), gpu_operators():
         assert all(getattr(*name) is not original for name, original in zip(names, before))
@@ -38,11 +39,14 @@ def test_shapes_are_those_of_the_real_ones(dtype):
     def tensors(*shapes):
         return [torch.ones(shape, dtype=dtype, requires_grad=True) for shape in shapes]
 
-    real = shapes(lambda x, w: norm.rms_norm(x, w, 1e-5), *tensors(X, W))
-    real += shapes(lambda x, w, b: norm.F.layer_norm(x, W, w, b, 1e-5), *tensors(X, W, W))
+    def norms():
+        out = shapes(lambda x, w: norm.norm(x, w, None, 1e-5), *tensors(X, W))
+        out += shapes(lambda x, w, b: norm.norm(x, w, b, 1e-5), *tensors(X, W, W))
+        return out + shapes(lambda x, r, w: sum(norm.add_norm(x, r, w, None, 1e-5)), *tensors(X, X, W))
+
+    real = norms()
     with gpu_operators():
-        stand_in = shapes(lambda x, w: norm.rms_norm(x, w, 1e-5), *tensors(X, W))
-        stand_in += shapes(lambda x, w, b: norm.F.layer_norm(x, W, w, b, 1e-5), *tensors(X, W, W))
+        stand_in = norms()
         total = torch.zeros(3, 5)
         tensor.accumulate_outer(total, torch.ones(4, 3, dtype=dtype), torch.ones(4, 5, dtype=dtype))
         with pytest.raises(RuntimeError, match=r"weight gradient of \[3, 5\] from \[4, 5\] and \[4, 3\]"):
@@ -55,7 +59,7 @@ def test_a_norm_keeps_its_input_and_statistics_only():
         x = torch.empty(X, dtype=torch.bfloat16, requires_grad=True)
         w = torch.empty(W, dtype=torch.bfloat16, requires_grad=True)
         before = live.now
-        y = norm.rms_norm(x, w, 1e-5)
+        y = norm.norm(x, w, None, 1e-5)
         assert live.now - before == live.most - before == 2 * x.numel() + 4 * 12
         del y
         assert live.now == before
