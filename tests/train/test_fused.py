@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
 from megakit.ops.backends import Backends
+from megakit.ops.fused import library
 from tests.tiny import tiny
+from tests.train import jobs
 from tests.train.parity import Result, engine, masters, micro_batches, train, worst
 
 BATCH = {"train__global_batch_size": 4, "train__seq_len": 16}
@@ -160,3 +164,31 @@ def test_a_chunked_loss_never_holds_all_logits(pools):
     cfg.ops.loss_chunk = 4
     (most,) = pools(1).run(largest, cfg)
     assert most <= 33792
+
+
+def without_kernels():
+    os.environ["MEGAKIT_KERNELS"] = os.devnull
+    library.load.cache_clear()
+
+
+def test_a_run_says_once_what_computes_it(kernels, tmp_path):
+    keys = {"train__steps": 2, "log__console": "lines", "ops__backend": "csrc", "ops__loss": "torch"}
+    for name, hook, words in [
+        ("there", None, "operators: csrc: norm, rope, activation, dropout_add, adamw; torch: loss (emulated"),
+        ("not", without_kernels, "NOTE: torch's operators are used, not the fused kernels: there is no "),
+    ]:
+        cfg = jobs.config(tmp_path / name, **keys)
+        assert jobs.run_job(cfg, hook) == (0, "")
+        assert jobs.output(cfg).count(words) == 1
+
+
+def test_a_run_goes_on_with_other_operators(kernels, tmp_path):
+    """Checkpoints are the same: two steps by kernels and two by torch's operators end near four by torch's."""
+
+    def losses(folder, *runs):
+        for steps, backend in runs:
+            assert jobs.run_job(jobs.config(folder, train__steps=steps, ops__backend=backend, train__precision="fp32"))[0] == 0
+        return [line["loss"] for line in jobs.records(folder) if line["kind"] == "train"]
+
+    mixed, plain = losses(tmp_path / "a", (2, "csrc"), (4, "torch")), losses(tmp_path / "b", (2, "torch"), (4, "torch"))
+    assert len(mixed) == 4 and mixed == pytest.approx(plain, rel=1e-5) and mixed[:2] != plain[:2]
