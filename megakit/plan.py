@@ -88,6 +88,9 @@ def _check(args: Arguments) -> None:
         raise Refused(f"--report = {target} is no name of a page: use one that ends in .html")
     if target is not None and not Path(target).resolve().parent.is_dir():
         raise Refused(f"--report = {target}: there is no folder {Path(target).parent}: make it, or use another")
+    beside = next((o.name for o in OPTIONS if o.name in args.values and o.name != "--calibrate"), None)
+    if "--calibrate" in args.values and beside:
+        raise Refused(f"--calibrate and {beside} are both given, but calibrating makes no plan: give one of them")
     if "--json" in args.values and "--verify" in args.values:
         raise Refused("--json and --verify are both given, but a proof is not part of the JSON: give one of them")
 
@@ -129,13 +132,17 @@ def _calibrate(cfg: Config) -> int:
 
     from megakit.config.terminal import progress_bar
     from megakit.launch.devices import visible_gpus, wants_cuda
-    from megakit.planner.machines import store
-    from megakit.train.calibrate import calibrate
+    from megakit.planner.machines import check_device, store
+    from megakit.train.calibrate import calibrate, name_of
 
     gpus = visible_gpus(os.environ)
     cuda = wants_cuda(cfg.launch.device, gpus)
+    if cuda and not gpus:
+        raise Refused("launch.device = cuda, but this machine shows no GPU: run --calibrate on a node that has one")
+    device = torch.device("cuda" if cuda else "cpu")
+    check_device(cfg.cluster, name_of(device))
     with progress_bar() as progress:
-        measured = calibrate(torch.device("cuda" if cuda else "cpu"), gpus if cuda else 1, progress)
+        measured = calibrate(device, gpus if cuda else 1, progress)
     path, gpu = store(cfg.cluster, dataclasses.asdict(measured))
     for name, value in dataclasses.asdict(measured).items():
         if value is not None:

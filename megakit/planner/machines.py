@@ -26,6 +26,16 @@ def folder(env: Mapping[str, str] = os.environ) -> Path:
     return Path(env.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "megakit" / "machines"
 
 
+def check_device(cluster: ClusterConfig, device: str) -> None:
+    """Raise Refused where the cluster's kind of GPU is known, and a device of another name would be measured as it."""
+    kind = cluster.name.split("_")[0]
+    if cluster.name in catalogue() and not re.search(rf"\b{kind}\b", device, re.IGNORECASE):
+        raise Refused(
+            f"--calibrate would store the speeds of this machine's {device} as those of cluster.name = {cluster.name}: run it"
+            f" on a node with {kind.upper()}, or use a name of its own, as cluster.name=mine"
+        )
+
+
 def store(cluster: ClusterConfig, measured: Mapping[str, Any]) -> tuple[Path, Gpu]:
     """Write what train/calibrate.py measured as the GPU of this cluster -> the file, and the GPU."""
     gpu = as_gpu(cluster, measured)

@@ -85,7 +85,7 @@ def calibrate(device: torch.device, gpus: int, progress: Progress | None = None)
     on_gpu = device.type == "cuda"
     return Calibration(
         host=platform.node(),
-        device=torch.cuda.get_device_name(device) if on_gpu else "cpu",
+        device=name_of(device),
         date=datetime.date.today().isoformat(),
         gemm_tflops=gemm,
         attention_tflops=attention,
@@ -95,6 +95,11 @@ def calibrate(device: torch.device, gpus: int, progress: Progress | None = None)
         all_reduce_gb_s=links,
         memory_gib=torch.cuda.get_device_properties(device).total_memory / GIB if on_gpu else None,
     )
+
+
+def name_of(device: torch.device) -> str:
+    """As its vendor calls it; "cpu" for the CPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def _seconds(run: Callable[[], object], device: torch.device, least: float) -> float:

@@ -12,7 +12,7 @@ from megakit.config.schema import ClusterConfig
 from megakit.errors import Refused
 from megakit.planner.hardware import catalogue
 from megakit.planner.kernels import HALF_SPEED
-from megakit.planner.machines import folder, gpu_of, store
+from megakit.planner.machines import check_device, folder, gpu_of, store
 from megakit.train import calibrate as calibration
 from megakit.train.calibrate import Calibration, calibrate
 
@@ -71,6 +71,42 @@ def test_the_command_measures_and_later_plans_use_it(monkeypatch, capsys):
     assert plan.main(["+recipe=demo"]) == 0
     text = capsys.readouterr().out
     assert "measured on node7, 2026-11-30" in text and "tokens/s per GPU" in text
+
+
+def test_a_cpu_is_not_stored_as_a_gpu(monkeypatch, capsys):
+    monkeypatch.setattr(calibration, "calibrate", lambda *_: pytest.fail("measured"))
+    assert plan.main(["+recipe=llama7b", "launch.device=cpu", "--calibrate"]) == 2
+    assert "this machine's cpu as those of cluster.name = h100" in capsys.readouterr().err
+    assert gpu_of(ClusterConfig(name="h100"))[1] == "shipped constants"
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "good"),
+    [
+        ("a100_40g", "NVIDIA A100-SXM4-40GB", True),
+        ("h100", "NVIDIA H100 80GB HBM3", True),
+        ("b200", "NVIDIA GB200", False),
+        ("h100", "NVIDIA A100-SXM4-80GB", False),
+        ("mine", "cpu", True),
+    ],
+)
+def test_a_known_kind_of_gpu_is_measured_on_one(name: str, device: str, good: bool):
+    if good:
+        check_device(ClusterConfig(name=name), device)
+    else:
+        with pytest.raises(Refused, match=f"this machine's {device}"):
+            check_device(ClusterConfig(name=name), device)
+
+
+def test_a_gpu_that_is_not_there_is_not_measured(monkeypatch, capsys):
+    monkeypatch.setattr("megakit.launch.devices.visible_gpus", lambda env: 0)
+    assert plan.main(["+recipe=llama7b", "launch.device=cuda", "--calibrate"]) == 2
+    assert "this machine shows no GPU" in capsys.readouterr().err
+
+
+def test_calibrating_makes_no_plan(capsys):
+    assert plan.main(["+recipe=demo", "--calibrate", "--search"]) == 2
+    assert "--calibrate and --search are both given" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["../../x", "a/b", ".hidden", ""])
