@@ -25,6 +25,7 @@ sys.path.insert(0, str(ROOT))  # so that the plain command finds this clone from
 
 from benchmarks.accuracy import fit, judge, memory, rows
 from benchmarks.accuracy.stacks import FACTORS
+from megakit.errors import Refused
 from megakit.planner import hardware
 
 DEFAULT = ROOT.parent / "shared" / "reference" / "measured_runs.csv"
@@ -216,10 +217,11 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write everything that was found to this file")
     parser.add_argument("--write", action="store_true", help="put the tables into docs/planner_accuracy.md")
     args = parser.parse_args()
-    if not args.rows.is_file():
-        print(f"there is no file {args.rows}: give one with --rows", file=sys.stderr)
-        return 2
-    read = [row for row in rows.read(args.rows) if args.rows_of in row.get("source", "")]
+    try:
+        read = [row for row in rows.read(args.rows) if args.rows_of in row.get("source", "")]
+    except Refused as why:
+        print(why, file=sys.stderr)
+        return why.code
     if args.fit:
         write_fit(rows.runs(read)[0])
         hardware.catalogue.cache_clear()

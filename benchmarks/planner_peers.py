@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # so that the plain command 
 from benchmarks.accuracy.memory import EXACT, memories, spread
 from benchmarks.accuracy.rows import Row, read
 from benchmarks.planner_accuracy import DEFAULT
+from megakit.errors import Refused
 from megakit.planner.widths import GIB
 from megakit.planner.workload import Workload
 
@@ -127,10 +128,11 @@ def main() -> int:
     parser.add_argument("--rows", type=Path, default=DEFAULT, help="CSV file of published runs")
     parser.add_argument("--all", action="store_true", help="also runs that printed the memory of the process")
     args = parser.parse_args()
-    if not args.rows.is_file():
-        print(f"there is no file {args.rows}: give one with --rows", file=sys.stderr)
-        return 2
-    found = runs(read(args.rows), not args.all)
+    try:
+        found = runs(read(args.rows), not args.all)
+    except Refused as why:
+        print(why, file=sys.stderr)
+        return why.code
     table = Table(title=f"Peak memory of {len(found)} published runs: error in per cent")
     for name in ("group", "rows", "planner", "mean of sizes", "largest", "lowest", "highest"):
         table.add_column(name, justify="left" if name in ("group", "planner") else "right")

@@ -123,7 +123,7 @@ def regrets(judged: Sequence[Judged], held_out: bool = False) -> list[dict[str, 
     jobs: dict[tuple, list[Judged]] = defaultdict(list)
     for j in judged:
         w = j.run.workload
-        jobs[j.run.stack, j.run.row["model"], j.run.gpu.name, w.world, w.seq, w.tokens_per_step, w.precision].append(j)
+        jobs[j.run.stack, j.run.row.get("model", ""), j.run.gpu.name, w.world, w.seq, w.tokens_per_step, w.precision].append(j)
     out = []
     for (stack, model, gpu, world, seq, tokens, _), group in jobs.items():
         grids: dict[tuple, list[Judged]] = defaultdict(list)

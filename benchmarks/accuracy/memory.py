@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from benchmarks.accuracy.rows import Row, Unjudged, model_of, prepared, workload_of
+from benchmarks.accuracy.rows import Row, Unjudged, model_of, number, prepared, workload_of
 from megakit.config.schema import Config, ParallelConfig, TrainConfig
 from megakit.errors import Refused
 from megakit.planner.memory import MEGATRON_2021, TRANSFORMER_ENGINE, peaks
@@ -90,4 +90,4 @@ def memory_of(row: Row) -> Memory:
         ),
     )
     worst = max(peaks(cfg, TRANSFORMER_ENGINE if w.stack.flash else MEGATRON_2021), key=lambda x: x.total)
-    return Memory(row, w, worst.total / GIB, float(row["mem_gb"]), source.group)
+    return Memory(row, w, worst.total / GIB, number(row, "mem_gb"), source.group)

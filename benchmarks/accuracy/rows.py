@@ -94,13 +94,31 @@ class Run:
     @property
     def model(self) -> str:
         """A proxy with fewer layers counts as its model."""
-        return re.sub(r"[^a-z0-9.]", "", self.row["model"].lower())
+        return re.sub(r"[^a-z0-9.]", "", self.row.get("model", "").lower())
+
+
+NEEDED = ("gpu", "layers", "hidden", "seq")
+"""Columns without which no row can be judged."""
 
 
 def read(path: Path) -> list[Row]:
-    """All rows; columns that are missing are empty."""
-    with path.open(newline="") as f:
-        return [{k: (v or "").strip() for k, v in row.items() if k} for row in csv.DictReader(f)]
+    """All rows; columns that are missing are empty. Raises Refused for what is no table of runs."""
+    if not path.is_file():
+        raise Refused(f"there is no file {path}: give one with --rows")
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as f:
+            table = csv.DictReader(f)
+            names = [name.strip().lower() for name in table.fieldnames or ()]
+            missing = [name for name in NEEDED if name not in names]
+            if missing:
+                raise Refused(
+                    f"{path} has no column {', '.join(missing)}: give it a first line with the names of columns, separated by"
+                    " commas, as measured_runs.csv has"
+                )
+            table.fieldnames = names
+            return [{k: (v or "").strip() for k, v in row.items() if k} for row in table]
+    except (OSError, UnicodeError, csv.Error) as fault:
+        raise Refused(f"{path} can't be read: {fault}: use a CSV file in UTF-8") from None
 
 
 def runs(rows: list[Row]) -> tuple[list[Run], list[tuple[Row, str]]]:
@@ -178,9 +196,9 @@ LARGEST = {"layers": 2000, "hidden": 10**6, "heads": 10**5, "ffn": 10**7, "vocab
 
 def _int(row: Row, name: str, default: int | None = None) -> int:
     text = row.get(name, "")
-    found = re.match(r"\d+(?![\d.e])", text)
+    found = re.match(r"(\d+)(\.0+)?(?![\d.,e])", text)  # 32.0 is what tables with empty cells make of 32
     if found:
-        if not 0 < (value := int(found.group())) <= LARGEST.get(name, 10**7):
+        if not 0 < (value := int(found.group(1))) <= LARGEST.get(name, 10**7):
             raise Unjudged(f"{name} {value} can't be")
         return value
     if default is None:
@@ -243,7 +261,7 @@ def workload_of(row: Row, source: Source) -> Workload:
         schedule="interleaved_1f1b" if v > 1 else "1f1b",
         zero=zero,
         zero_group=group,
-        sequence_parallel=tp > 1 and row.get("seq_parallel", "").lower() == "yes",
+        sequence_parallel=tp > 1 and row.get("seq_parallel", "").lower() in ("yes", "true", "1"),
         precision=precision,
         gradient_bytes=2 if pure else source.gradient_bytes,
         bucket_size=max(40_000_000, 1_000_000 * group),  # as Megatron-Core sizes them
@@ -271,10 +289,13 @@ def stages_by_cost(model: ModelConfig, stages: int) -> tuple[int, ...]:
 
 
 def zero_of(text: str, replicas: int) -> tuple[int, int]:
-    """(level, ranks that share one copy)."""
+    """(level, ranks that share one copy). As 1, ZeRO-1, 1(group 8), 3(FSDP), FSDP or HSDP. Raises Unjudged."""
     if "HSDP" in text:
         return 3, min(8, replicas)
-    level = int(text[0]) if text[:1].isdigit() else 0
+    found = re.match(r"(?:zero|stage)?[- ]?([0-3])|(fsdp)|(?:none|no|n/a|\?|)$", text.lower())
+    if not found:
+        raise Unjudged(f"zero {text}")
+    level = int(found.group(1) or (3 if found.group(2) else 0))
     group = re.search(r"group (\d+)", text)
     return level, min(int(group.group(1)), replicas) if group else replicas
 
@@ -301,16 +322,25 @@ def recompute_of(row: Row, layers: int, stages: int) -> tuple[str, int | None]:
 def tokens_per_s(row: Row, w: Workload, gpu: Gpu) -> float:
     """As printed, or from the printed FLOP/s or MFU by the convention that it was counted with."""
     if row.get("tokens_per_s_per_gpu"):
-        return float(row["tokens_per_s_per_gpu"])
+        return number(row, "tokens_per_s_per_gpu")
     convention = row.get("flops_convention", "")
     each = w.causal_flops_per_token if "causal" in convention else w.flops_per_token
     if "4x" in convention:  # Narayanan et al. 2021, eq. 3: with the recomputed forward pass
-        vocab = int(row["vocab"])
+        vocab = _int(row, "vocab")
         each = 96 * w.layers * w.hidden**2 * (1 + w.seq / (6 * w.hidden) + vocab / (16 * w.layers * w.hidden))
     if row.get("tflops_per_gpu"):
-        return float(row["tflops_per_gpu"]) * 1e12 / each
-    share = re.match(r"(?:MFU )?([\d.]+)", row.get("mfu", ""))
+        return number(row, "tflops_per_gpu") * 1e12 / each
+    share = re.match(r"(?:MFU )?([\d.]+)(?![\d,-]| ?- ?\d)", row.get("mfu", ""))
     if not share:
         raise Unjudged("ran out of memory" if row.get("mem_gb") == "OOM" else "no throughput printed")
     peak = gpu.fp8_tflops if w.precision == "fp8" else gpu.bf16_tflops
-    return float(share.group(1)) / 100 * peak * 1e12 / each
+    percent = float(share.group(1))
+    return (percent if percent < 1 and "%" not in row["mfu"] else percent / 100) * peak * 1e12 / each
+
+
+def number(row: Row, name: str) -> float:
+    """Raises Unjudged for a range, or separators that may mean two things."""
+    try:
+        return float(row[name])
+    except ValueError:
+        raise Unjudged(f"{name} {row[name]} is no number") from None

@@ -107,6 +107,16 @@ def candidates(cfg: Config, gpu: Gpu, world: int) -> Iterator[Candidate]:
                 )
 
 
+def batches_that_divide(cfg: Config, gpu: Gpu, world: int) -> list[int]:
+    """The sizes of a global batch next to the recipe's, below and above, that some grid can take."""
+    batch, sizes = cfg.train.global_batch_size, set[int]()
+    for tp, pp, cp in _grids(cfg, gpu, world):
+        dp = world // (tp * pp * cp)
+        sizes.update(dp * max(count, pp) for count in (batch // dp, batch // dp + 1))
+    below, above = [n for n in sizes if n < batch], [n for n in sizes if n > batch]
+    return [*([max(below)] if below else []), *([min(above)] if above else [])]
+
+
 def _base(cfg: Config) -> Workload:
     """Of one rank: what no grid changes."""
     one = {f"parallel.{axis}": 1 for axis in ("tp", "pp", "cp", "dp", "virtual_stages")}

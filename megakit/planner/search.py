@@ -17,7 +17,7 @@ from megakit.config.schema import Config, ParallelConfig
 from megakit.config.terminal import Progress
 from megakit.config.typed import replace
 from megakit.errors import Refused
-from megakit.planner.candidates import UNSET, Candidate, Keys, candidates
+from megakit.planner.candidates import UNSET, Candidate, Keys, batches_that_divide, candidates
 from megakit.planner.hardware import Gpu
 from megakit.planner.memory import RESERVED
 from megakit.planner.sizes import Sizes
@@ -95,7 +95,8 @@ def search(cfg: Config, gpu: Gpu, progress: Progress | None = None) -> Search:
     world = rules.cluster_world(cfg) or rules.planned_world(cfg)
     tried = [_tried(candidate, gpu) for candidate in candidates(cfg, gpu, world)]
     if not tried:
-        raise Refused(f"no grid of {world} GPUs takes {_batch_text(cfg)}: use a multiple of a power of 2, or other GPUs")
+        near = " or ".join(map(str, batches_that_divide(cfg, gpu, world)))
+        raise Refused(f"no grid of {world} GPUs takes {_batch_text(cfg)}: use train.global_batch_size={near}, or other GPUs")
     sizes = Sizes(cfg, gpu.memory_gib * GIB * (1 - RESERVED))
     best: list[_Tried] = []
     for one in _unlike(_fastest(tried, sizes, gpu)):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import planner_accuracy
+from benchmarks import planner_accuracy, planner_peers
 from benchmarks.accuracy import fit, judge, memory, rows, stacks
 from benchmarks.accuracy.stacks import UNKNOWN, source_of
 from megakit.planner.hardware import Fitted, find
@@ -119,6 +119,71 @@ def test_a_missing_file_is_refused_in_a_line(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["planner_accuracy", "--rows", "nowhere.csv"])
     assert planner_accuracy.main() == 2
     assert capsys.readouterr().err == "there is no file nowhere.csv: give one with --rows\n"
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"", "has no column gpu, layers, hidden, seq"),
+        (b"source;model;gpu;layers;hidden;seq\n", "separated by commas"),
+        ("source,gpu\n".encode("utf-16"), "use a CSV file in UTF-8"),
+        (b"source,gpu,layers,seq\n", "has no column hidden: "),
+    ],
+)
+@pytest.mark.parametrize("command", [planner_accuracy, planner_peers], ids=["accuracy", "peers"])
+def test_what_is_no_table_of_runs_is_refused_in_a_line(command, data, why, tmp_path, monkeypatch, capsys):
+    path = tmp_path / "rows.csv"
+    path.write_bytes(data)
+    monkeypatch.setattr("sys.argv", ["command", "--rows", str(path)])
+    assert command.main() == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(path) in line and why in line
+
+
+def test_a_byte_order_mark_capitals_spaces_and_whole_numbers_as_floats_change_nothing(judged, tmp_path):
+    lines = FILE.read_text().splitlines()
+    head = ", ".join(lines[0].upper().split(","))
+    same = tmp_path / "same.csv"
+    same.write_text("\ufeff" + "\n".join([head, *lines[1:]]).replace(",4096,", ",4096.0,"), encoding="utf-8")
+    runs, _ = rows.runs(rows.read(same))
+    assert [(r.names, r.workload, r.tokens_per_s) for r in runs] == [(r.names, r.workload, r.tokens_per_s) for r in judged[0]]
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"hidden": "4,096"}, "hidden 4,096"),
+        ({"tokens_per_s_per_gpu": "9,000"}, "tokens_per_s_per_gpu 9,000 is no number"),
+        ({"tokens_per_s_per_gpu": "9000-9500"}, "tokens_per_s_per_gpu 9000-9500 is no number"),
+        ({"tokens_per_s_per_gpu": "", "tflops_per_gpu": "", "mfu": "45-50"}, "no throughput printed"),
+    ],
+)
+def test_a_number_that_may_mean_two_things_is_not_guessed(judged, change, why):
+    _, ((_, reason),) = rows.runs([judged[0][0].row | change])
+    assert reason == why
+
+
+@pytest.mark.parametrize("mfu", ["45.5", "45.5%", "0.455", "MFU 45.5 HFU 50"])
+def test_an_mfu_is_a_percentage_or_a_share(judged, mfu: str):
+    row = judged[0][0].row | {"tokens_per_s_per_gpu": "", "tflops_per_gpu": "", "mfu": mfu}
+    ((run,), _) = rows.runs([row])
+    peak = run.gpu.fp8_tflops if run.workload.precision == "fp8" else run.gpu.bf16_tflops
+    flops = run.workload.causal_flops_per_token if "causal" in row["flops_convention"] else run.workload.flops_per_token
+    assert run.tokens_per_s == pytest.approx(0.455 * peak * 1e12 / flops)
+
+
+@pytest.mark.parametrize(
+    ("text", "level"), [("", 0), ("n/a", 0), ("1", 1), ("ZeRO-1", 1), ("2", 2), ("3(FSDP2)", 3), ("FSDP", 3), ("zero 3", 3)]
+)
+def test_zero_is_read_as_it_is_written(text: str, level: int):
+    assert rows.zero_of(text, 16) == (level, 16)
+    with pytest.raises(rows.Unjudged, match="zero distributed"):
+        rows.zero_of("distributed", 16)
+
+
+def test_rows_without_a_name_are_judged(judged):
+    runs, _ = rows.runs([{k: v for k, v in r.row.items() if k != "model"} for r in judged[0][:2]])
+    assert len(runs) == 2 and judge.by_group(judge.judge(runs, False))
 
 
 def test_sources_are_told_apart():

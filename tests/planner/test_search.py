@@ -202,6 +202,18 @@ def test_what_cannot_be_is_refused(keys, gpu, says):
         search(cfg, gpu)
 
 
+@pytest.mark.parametrize(("nodes", "batch"), [(100, 512), (13, 512), (3, 1), (37, 512)])
+def test_a_batch_that_no_grid_takes_is_refused_with_the_next_ones_that_some_do(nodes, batch):
+    cfg = compose(["+recipe=gpt2_124m", f"cluster.nodes={nodes}", f"train.global_batch_size={batch}"], checked=False)
+    with pytest.raises(Refused) as why:
+        search(cfg, find("a100_80g"))
+    named = [int(n) for n in re.findall(r"(?:size=| or )(\d+)", str(why.value))]
+    assert named
+    for size in range(min(named), max(named) + 1):
+        tried = replace(cfg, {"train.global_batch_size": size})
+        assert any(candidates(tried, find("a100_80g"), 8 * nodes)) == (size in named)
+
+
 def test_long_sequences_are_cut_over_context_parallel_ranks():
     cfg = compose(["+recipe=llama7b", "cluster.nodes=2", "train.seq_len=32768", "train.global_batch_size=16",
                    "model.rope_scaling=linear", "model.rope_factor=8"])  # fmt: skip
