@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from megakit.config.algorithms import ALGORITHMS
 from megakit.config.keys import nearest, show
-from megakit.config.schema import Config, OpsConfig
+from megakit.config.schema import Config
 from megakit.config.typed import leaves
 from megakit.errors import Refused
 
@@ -139,6 +139,17 @@ RANGES: dict[str, Range] = {
 }
 """Of a list or a map, each entry must lie in the range."""
 
+OPERATORS: dict[str, tuple[str, ...]] = {
+    "norm": ("torch", "csrc", "te", "apex"),
+    "rope": ("torch", "csrc"),
+    "activation": ("torch", "csrc"),
+    "loss": ("torch", "csrc"),
+    "dropout_add": ("torch", "csrc"),
+    "adamw": ("torch", "csrc", "apex"),
+    "attention": ("torch", "te"),
+}
+"""Which backends have each operator."""
+
 CHOICES: dict[str, tuple[str, ...]] = {
     "model.family": ("llama", "gpt2"),
     "model.normalization": ("rmsnorm", "layernorm"),
@@ -160,8 +171,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "log.console": ("auto", "bar", "lines", "off"),
     "log.wandb": ("disabled", "offline", "online"),
     "launch.device": ("auto", "cuda", "cpu"),
-    "ops.backend": ("auto", "torch", "csrc"),
-    **dict.fromkeys((f"ops.{f.name}" for f in fields(OpsConfig) if f.name not in ("backend", "loss_chunk")), ("torch", "csrc")),
+    "ops.backend": ("auto", "torch", "csrc", "te", "apex"),
+    **{f"ops.{name}": words for name, words in OPERATORS.items()},
 }
 
 
@@ -172,7 +183,6 @@ def _words(*words: Any) -> Callable[[Any], bool]:
 NOT_BUILT: dict[str, tuple[Callable[[Any], bool], str]] = {
     "parallel.schedule": (_words("dualpipe"), "zb_v"),
     "train.precision": (_words("fp8"), "bf16, fp16 or fp32"),
-    "ops.backend": (_words("te", "transformer_engine", "apex"), "auto, torch or csrc"),
     "checkpoint.async": (bool, "false"),
 }
 """Which values of a key are planned but not built, and what to use until then."""
@@ -190,6 +200,8 @@ _ELSEWHERE = {
     "half": "fp16",
     "float32": "fp32",
     "cuda": "csrc",
+    "transformer_engine": "te",
+    "transformerengine": "te",
 }
 """What other frameworks call some words, in small letters."""
 

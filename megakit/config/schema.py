@@ -333,9 +333,9 @@ class OpsConfig:
 
     backend: str = "auto"
     """auto (csrc on a GPU for which it has been built, else torch) | torch | csrc (the kernels of csrc/; on a CPU an emulation,
-    for tests). te and apex are not built. See docs/kernels.md."""
+    for tests) | te (Transformer Engine) | apex (NVIDIA's); what te and apex don't have is as by auto. See docs/kernels.md."""
     norm: Optional[str] = None
-    """RMSNorm and LayerNorm: torch | csrc; null, as for the keys below: what ops.backend says."""
+    """RMSNorm and LayerNorm: torch | csrc | te | apex; null, as for the keys below: what ops.backend says."""
     rope: Optional[str] = None
     """Rotary embedding: torch | csrc (turned in place)."""
     activation: Optional[str] = None
@@ -348,7 +348,9 @@ class OpsConfig:
     dropout_add: Optional[str] = None
     """Dropout and add on the residual stream: torch | csrc. The two draw different masks."""
     adamw: Optional[str] = None
-    """AdamW's step and the squared norm of the gradient: torch | csrc."""
+    """AdamW's step and the squared norm of the gradient (that of apex is torch's): torch | csrc | apex."""
+    attention: Optional[str] = None
+    """The attention core: torch (scaled_dot_product_attention) | te (DotProductAttention; not with cp or isolated documents)."""
 
 
 @dataclass

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from megakit.config.schema import Config
 from megakit.modeling.balance import head_dim
-from megakit.ops.backends import CSRC, suits
+from megakit.ops import te
+from megakit.ops.backends import CSRC, TE, suits
 from megakit.ops.rope import rotate, rotate_
 from megakit.parallel.context import Exchange, context_attention
 from megakit.parallel.random import mix, seed_default_generator
@@ -36,6 +37,9 @@ class Attention(nn.Module):
         self.recompute_core = cfg.parallel.recompute == "selective"
         self.qkv_weight, self.qkv_bias = params[f"{name}.qkv.weight"], params.get(f"{name}.qkv.bias")
         self.out_weight, self.out_bias = params[f"{name}.out.weight"], params.get(f"{name}.out.bias")
+        self.library: nn.Module | None = None
+        if region.ops.attention == TE and cfg.parallel.cp == 1 and not cfg.data.isolate_documents:
+            self.library = te.attention(self.heads, self.groups, self.head_dim, self.dropout)
 
     def forward(
         self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor] | None, seed: int, documents_SB: torch.Tensor | None = None
@@ -63,9 +67,13 @@ class Attention(nn.Module):
         else:  # q and k lie side by side: one rotation for both
             qk, v = qkv.unflatten(-1, (-1, self.head_dim)).split([turned, self.groups], 2)
             q, k = rotate(qk, rope, backend=backend).split(sizes[:2], 2)
-        q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
         p = self.dropout if self.training else 0.0
         comm = self.region.comm
+        if self.library is not None:
+            if p:
+                seed_default_generator(q.device, mix(seed, comm.index("tp")))
+            return self.library(q, k, v)
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
         if comm.size("cp") > 1 or documents_SB is not None:
             y = context_attention(q, k, v, Exchange(comm, self.cp_comm_type, documents_SB, p, seed))
         else:

@@ -3,8 +3,11 @@
   torch  torch's own operators: the reference
   csrc   the kernels of csrc/: on a GPU compiled by nvcc, on the CPU the emulation, which is for tests
   auto   csrc on a GPU for which `python -m megakit.ops.build` has been run, else torch
+  te     Transformer Engine's (te.py)
+  apex   NVIDIA Apex's (apex.py)
 
-An operator that doesn't take some shape or dtype falls back to torch for it.
+An operator that doesn't take some shape or dtype falls back to torch for it. What a backend doesn't have is chosen as by auto,
+which never takes te or apex. Where csrc is missing torch's operators are used; te and apex must be there.
 """
 
 from __future__ import annotations
@@ -14,15 +17,17 @@ from dataclasses import dataclass
 
 import torch
 
+from megakit.config.ranges import OPERATORS
 from megakit.config.schema import OpsConfig
+from megakit.ops import apex, te
 from megakit.ops.fused.library import DTYPES, Missing, load
 
-TORCH, CSRC = "torch", "csrc"
+TORCH, CSRC, TE, APEX = "torch", "csrc", "te", "apex"
 
 
 @dataclass(frozen=True)
 class Backends:
-    """Each is "torch" or "csrc"."""
+    """Each is one of the words that config/ranges.py has for the operator."""
 
     norm: str = TORCH
     """RMSNorm and LayerNorm, with and without a residual that is added before."""
@@ -35,6 +40,8 @@ class Backends:
     """On the residual stream, with the residual add. The two draw different masks."""
     adamw: str = TORCH
     """The step of all shards, and the squared norm of the gradient."""
+    attention: str = TORCH
+    """The core, of whole sequences; with context parallelism or documents it is torch's."""
 
     def __str__(self) -> str:
         """By backend: "csrc: norm, rope; torch: loss"."""
@@ -45,19 +52,34 @@ class Backends:
 def choose(cfg: OpsConfig, device: torch.device) -> tuple[Backends, str]:
     """What the config asks for, as far as it is there, and what to tell the user of it, once; "" if there is nothing to tell.
 
-    Without a usable library csrc becomes torch.
+    Without a usable library csrc becomes torch. Raises Refused where te or apex are asked for and can't be used.
     """
-    asked = {f.name: getattr(cfg, f.name) or cfg.backend for f in dataclasses.fields(Backends)}
-    auto = TORCH if device.type == "cpu" else CSRC
-    wanted = Backends(**{name: auto if backend == "auto" else backend for name, backend in asked.items()})
-    if wanted == Backends():
-        return wanted, ""
-    try:
-        load(device.type)
-    except Missing as e:
-        return Backends(), f"NOTE: torch's operators are used, not the fused kernels: {e}"
-    emulated = " (emulated on the CPU: for tests, slow)" if device.type == "cpu" else ""
-    return wanted, f"operators: {wanted}{emulated}"
+    wanted = {f.name: _wanted(cfg, f.name, device) for f in dataclasses.fields(Backends)}
+    for library, check in ((TE, te.check), (APEX, apex.check)):
+        names = [name for name, backend in wanted.items() if backend == library]
+        if names:
+            key = next((f"ops.{name}" for name in names if getattr(cfg, name) == library), "ops.backend")
+            check(f"{key} = {library}", device, names)
+    missing = ""
+    if CSRC in wanted.values():
+        try:
+            load(device.type)
+        except Missing as e:
+            wanted = {name: TORCH if backend == CSRC else backend for name, backend in wanted.items()}
+            missing = f"NOTE: torch's operators are used, not the fused kernels: {e}"
+    chosen = Backends(**wanted)
+    if chosen == Backends():
+        return chosen, missing
+    emulated = " (emulated on the CPU: for tests, slow)" if device.type == "cpu" and CSRC in wanted.values() else ""
+    return chosen, f"operators: {chosen}{emulated}" + (f". {missing}" if missing else "")
+
+
+def _wanted(cfg: OpsConfig, name: str, device: torch.device) -> str:
+    """The backend of one operator, whether it is there or not."""
+    asked, offered = getattr(cfg, name) or cfg.backend, OPERATORS[name]
+    if asked in offered:
+        return asked
+    return CSRC if device.type != "cpu" and CSRC in offered else TORCH
 
 
 def suits(x: torch.Tensor, *others: torch.Tensor | None) -> bool:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from megakit.ops.backends import CSRC, TORCH, suits
+from megakit.ops import apex
+from megakit.ops.backends import APEX, CSRC, TORCH, suits
 from megakit.ops.fused import norm as _fused  # noqa: F401  defines torch.ops.megakit.norm
 
 WIDEST = 16384
@@ -44,6 +45,8 @@ def norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: 
     """
     if backend == CSRC and _fits(x, weight, bias):
         return torch.ops.megakit.norm(x, weight, bias, eps)[0]
+    if backend == APEX and suits(x, weight, bias):
+        return apex.norm(x, weight, bias, eps)
     if bias is not None:
         return F.layer_norm(x, weight.shape, weight, bias, eps)
     return F.rms_norm(x, weight.shape, weight, eps) if x.is_cuda else _RMSNorm.apply(x, weight, eps)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from megakit.config.schema import OptimConfig
+from megakit.ops import apex
 from megakit.ops.optimizer import AdamShard, adamw_
 from megakit.parallel.shard import ParamGroup
 from megakit.parallel.zero import Shard
@@ -67,3 +68,33 @@ class FusedAdamW:
         adamw_(shards, update, self._betas, self._eps, scale)
         for shard in self.states["exp_avg"]:
             shard.written = True
+
+
+class ApexAdamW:
+    """By NVIDIA Apex's FusedAdam, one launch per group of parameters."""
+
+    def __init__(self, shards: Sequence[Shard], cfg: OptimConfig):
+        self.states = {name: {shard: torch.zeros_like(shard.master) for shard in shards} for name in ("exp_avg", "exp_avg_sq")}
+        self._pieces = {shard: apex.pieces(shard.master) for shard in shards}
+        self._groups: dict[ParamGroup, list[nn.Parameter]] = {}
+        for shard, pieces in self._pieces.items():
+            self._groups.setdefault(shard.group, []).extend(pieces)
+        groups = [{"params": params, "weight_decay": cfg.weight_decay * group.decay} for group, params in self._groups.items()]
+        self._adam = apex.adam(groups, cfg.lr, (cfg.beta1, cfg.beta2), cfg.eps)
+        # made here, not by the first step: a checkpoint is loaded into them
+        for name, by_shard in self.states.items():
+            for shard, flat in by_shard.items():
+                for piece, part in zip(self._pieces[shard], flat.split(apex.LONGEST)):
+                    self._adam.state[piece][name] = part
+
+    def step(self, lr: float, update: int, scale: float = 1.0) -> None:
+        """The bias correction is that of step `update`."""
+        torch._foreach_mul_([shard.grad for shard in self._pieces], scale)
+        for group, of_apex in zip(self._groups, self._adam.param_groups):
+            of_apex["lr"], of_apex["step"] = lr * group.lr, update - 1  # it counts up itself
+        for shard, pieces in self._pieces.items():
+            for piece, grad in zip(pieces, shard.grad.split(apex.LONGEST)):
+                piece.grad = grad
+        self._adam.step()
+        for piece in (p for pieces in self._pieces.values() for p in pieces):
+            piece.grad = None

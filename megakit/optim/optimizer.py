@@ -16,9 +16,9 @@ from typing import Protocol
 import torch
 
 from megakit.config.schema import OptimConfig
-from megakit.ops.backends import CSRC, TORCH
+from megakit.ops.backends import APEX, CSRC, TORCH
 from megakit.ops.optimizer import square_sum
-from megakit.optim.adamw import AdamW, FusedAdamW
+from megakit.optim.adamw import AdamW, ApexAdamW, FusedAdamW
 from megakit.optim.muon import Muon
 from megakit.optim.sgd import SGD
 from megakit.parallel.comm import Comm
@@ -72,7 +72,8 @@ class Optimizer:
 
     def _algorithm(self, name: str, shards: list[Shard], cfg: OptimConfig) -> Algorithm:
         if name == "adamw":
-            return FusedAdamW(shards, cfg) if self.backend == CSRC else AdamW(shards, cfg)
+            by_backend: dict[str, type[FusedAdamW | ApexAdamW]] = {CSRC: FusedAdamW, APEX: ApexAdamW}
+            return by_backend.get(self.backend, AdamW)(shards, cfg)
         if name == "sgd":
             return SGD(shards, cfg)
         fp32 = self.buffers.dtype == torch.float32

@@ -214,6 +214,7 @@ PROOFS: dict[str, Changes | Refuses | Permits] = {
     "ops.loss_chunk": Changes(8, see.plan),
     "ops.dropout_add": Changes("csrc", see.operators),
     "ops.adamw": Changes("csrc", see.operators),
+    "ops.attention": Changes("te", see.operators),
     "run.name": Changes("other", see.whole_run, RUN),
     "run.dir": Changes("elsewhere", see.whole_run, RUN),
     "run.dry_run": Changes(True, see.command),

@@ -56,6 +56,12 @@ LLAMA3 = ["model.rope_scaling=llama3", *YARN[1:], "model.rope_low_freq_factor=1"
          ["train.global_batch_size = 10", "train.micro_batch_size = 4 x parallel.dp = 2 = 8", "8 or 16"]),
         (["train.global_batch_size=3", "train.micro_batch_size=4"], ["= 4", "use train.global_batch_size=4,"]),
         (["cluster.gpus_per_node=8"], ["train.global_batch_size = 8", "parallel.dp = 8 = 16", "use train.global_batch_size=16"]),
+        # operators
+        (["ops.attention=te", "parallel.cp=2"], ["ops.attention = te", "parallel.cp = 2", "ops.attention=null"]),
+        (["ops.attention=te", "data.isolate_documents=true"], ["ops.attention = te", "isolate_documents", "ops.attention=null"]),
+        (["ops.rope=te"], ["ops.rope = te is not one of torch | csrc"]),
+        (["ops.attention=apex"], ["ops.attention = apex is not one of torch | te"]),
+        (["ops.backend=transformer_engine"], ["did you mean te"]),
         # words of other frameworks
         (["parallel.schedule=ZBVZeroBubble"], ["parallel.schedule = ZBVZeroBubble", "did you mean zb_v"]),
         (["parallel.schedule=Interleaved1F1B"], ["did you mean interleaved_1f1b"]),

@@ -75,7 +75,6 @@ def test_words_not_in_the_list_are_refused(name: str):
     ("override", "instead"),
     [
         ("train.precision=fp8", "bf16, fp16 or fp32"),
-        ("ops.backend=te", "auto, torch or csrc"),
         ("checkpoint.async=true", "false"),
     ],
 )

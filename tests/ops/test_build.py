@@ -154,10 +154,13 @@ def test_what_a_run_is_told(folder, monkeypatch):
         assert chosen == Backends()
         assert words.startswith("NOTE: torch's operators are used") and words.endswith(f"python -m megakit.ops.build {name}")
     monkeypatch.setattr("megakit.ops.backends.load", lambda device_type: None)
-    assert choose(OpsConfig(), cuda) == (ALL, "operators: csrc: norm, rope, activation, loss, dropout_add, adamw")
+    assert choose(OpsConfig(), cuda) == (
+        ALL,
+        "operators: csrc: norm, rope, activation, loss, dropout_add, adamw; torch: attention",
+    )
     chosen, words = choose(OpsConfig("csrc", loss="torch"), cpu)
     assert chosen == Backends("csrc", "csrc", "csrc", "torch", "csrc", "csrc")
-    assert words.startswith("operators: csrc: norm, rope, activation, dropout_add, adamw; torch: loss (emulated")
+    assert words.startswith("operators: csrc: norm, rope, activation, dropout_add, adamw; torch: loss, attention (emulated")
     assert choose(OpsConfig("torch", norm="csrc"), cuda)[0] == Backends(norm="csrc")
 
 
