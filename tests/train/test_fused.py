@@ -174,7 +174,7 @@ def without_kernels():
 def test_a_run_says_once_what_computes_it(kernels, tmp_path):
     keys = {"train__steps": 2, "log__console": "lines", "ops__backend": "csrc", "ops__loss": "torch"}
     for name, hook, words in [
-        ("there", None, "operators: csrc: norm, rope, activation, dropout_add, adamw; torch: loss (emulated"),
+        ("there", None, "operators: csrc: norm, rope, activation, dropout_add, adamw; torch: loss, attention (emulated"),
         ("not", without_kernels, "NOTE: torch's operators are used, not the fused kernels: there is no "),
     ]:
         cfg = jobs.config(tmp_path / name, **keys)
