@@ -20,6 +20,7 @@ from megakit.config.schema import Config
 from megakit.modeling.balance import head_dim
 from megakit.modeling.layout import StageLayout, padded_vocabulary, recomputed_layers
 from megakit.parallel.pipeline.schedule import SENDS_IN_FLIGHT, Op
+from megakit.planner.operators import by_kernels
 from megakit.planner.widths import WEIGHT_BYTES
 
 
@@ -58,13 +59,9 @@ class Operators:
 
 
 def own(cfg: Config) -> Operators:
-    """This program's. ops.backend=auto counts as torch, which keeps more: whether kernels are built isn't known here."""
-
-    def by_kernel(backend: str | None) -> bool:
-        return (backend or cfg.ops.backend) == "csrc"
-
-    selective = cfg.parallel.recompute == "selective"
-    return Operators(rotates_in_place=by_kernel(cfg.ops.rope) and not selective, loss_in_place=by_kernel(cfg.ops.loss))
+    """This program's; torch's operators keep more than csrc's (operators.py says when these are counted)."""
+    kernels, selective = by_kernels(cfg), cfg.parallel.recompute == "selective"
+    return Operators(rotates_in_place="rope" in kernels and not selective, loss_in_place="loss" in kernels)
 
 
 def ledger(cfg: Config, layout: StageLayout, operators: Operators | None = None) -> list[Kept]:

@@ -10,8 +10,10 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megakit.parallel.pipeline import generators
 from megakit.planner.hardware import Gpu
 from megakit.planner.links import Links
+from megakit.planner.operators import PASSES
 from megakit.planner.workload import BYTES, Workload
 
 WAVE = 0.2
@@ -145,17 +147,23 @@ class Kernels:
     def elementwise(self, queries: float, keys: float, ffn: float) -> tuple[float, float]:
         """Norms, residuals, activation, rotation: forward and backward."""
         w, h = self.w, self.w.hidden / self.cut
-        eager = not w.stack.fused
-        if w.gated:
+        eager, ours = not w.stack.fused, w.stack.kernels
+        if "activation" in ours:
+            act_f, act_b = PASSES["swiglu" if w.gated else "gelu"]
+        elif w.gated:
             act_f, act_b = (5, 12) if eager else (3, 5)
         else:
             act_f, act_b = (2 + 2 * (w.bias and eager), 3 + (w.bias and eager))
-        rope = (6 if eager else 2) * (queries + keys) if w.rope else 0.0
+        turns = PASSES["rope"].forward if "rope" in ours else 6 if eager else 2
+        rope = turns * (queries + keys) if w.rope else 0.0
         bias = (3 if eager else 0) * (queries + 2 * keys + 2 * h) if w.bias else 0.0
-        forward = 10 * h + act_f * ffn + rope + bias
-        backward = 12 * h + act_b * ffn + rope
+        # a sum and a norm of it, and the gradient of the sum added to that of the norm, twice; by a kernel in one pass
+        norms_f, norms_b = PASSES["add_norm"] if "norm" in ours else (5, 6)
+        forward = 2 * norms_f * h + act_f * ffn + rope + bias
+        backward = 2 * norms_b * h + act_b * ffn + rope
         scale = self.rows * self.width * self.f.elementwise / self.bandwidth
-        launches, host = LAUNCH * (14 if eager else 8), w.stack.host_s
+        started = 14 - 2 * len({"norm", "rope", "activation"} & set(ours)) if eager else 8
+        launches, host = LAUNCH * started, w.stack.host_s
         return forward * scale + launches + host, backward * scale + launches + 2 * host
 
     def attention(self) -> tuple[float, float]:
@@ -212,12 +220,19 @@ class Kernels:
         w = self.w
         vocab = w.vocab / w.tp
         f, x, g = self.linear(w.hidden, vocab, self.rate, False)
-        loss = self.rows * vocab * w.stack.loss_bytes * self.f.elementwise / self.bandwidth / 2
+        scale = self.rows * vocab * self.f.elementwise / self.bandwidth
+        if "loss" in w.stack.kernels:
+            loss_f, loss_b = (scale * self.width * passes for passes in PASSES["loss"])
+        else:
+            loss_f = loss_b = scale * w.stack.loss_bytes / 2
+        chunks = math.ceil(self.rows / w.loss_chunk) if w.loss_chunk else 1
+        again = f if w.loss_chunk else 0.0
+        later = again if w.schedule in generators.ZERO_BUBBLE else 0.0
         one = self.links.tp(self.rows * w.hidden * self.width) if w.tp > 1 else 0.0
         return Piece(
-            Parts(gemm=f, memory=loss + 4 * LAUNCH, tp=one if self.cut > 1 else 0.0),
-            Parts(gemm=x, memory=loss + 4 * LAUNCH, tp=2 * one),
-            Parts(gemm=g),
+            Parts(gemm=f, memory=loss_f + 4 * chunks * LAUNCH, tp=one if self.cut > 1 else 0.0),
+            Parts(gemm=x + again, memory=loss_b + 4 * chunks * LAUNCH, tp=2 * one),
+            Parts(gemm=g + later),
         )
 
     def recomputed(self, layer: Piece) -> Parts | None:

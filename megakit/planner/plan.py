@@ -21,6 +21,7 @@ from megakit.planner.estimate import Estimate, estimated
 from megakit.planner.hardware import Gpu
 from megakit.planner.machines import gpu_of
 from megakit.planner.notes import batch_sizes, memory_notes, notes_of
+from megakit.planner.operators import assumed
 from megakit.planner.stage import StagePlan, stage_plans
 from megakit.planner.states import formula, micro_batches
 from megakit.planner.table import make_table
@@ -75,6 +76,8 @@ class Plan:
     """With the whole batch."""
     batch_sizes: list[tuple[int, int]]
     """(samples of a step, number of such steps), in order; more than one during a ramp-up."""
+    operators: str
+    """Which the plan takes for granted; `auto` counts as torch's."""
     optimizer: str
     lr_schedule: str
     lr: float
@@ -141,6 +144,7 @@ def make_plan(cfg: Config, world: int | None = None) -> Plan:
         seq_len=t.seq_len,
         tokens_per_step=t.global_batch_size * t.seq_len,
         batch_sizes=sizes,
+        operators=assumed(cfg),
         optimizer=cfg.optim.name,
         lr_schedule=cfg.optim.schedule,
         lr=cfg.optim.lr * lr_factor(cfg),

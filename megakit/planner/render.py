@@ -52,6 +52,7 @@ def _summary(plan: Plan) -> Table:
             f"{', '.join(f'{n:,} x {size:,}' for size, n in ramp[:3])}{' ... ' * (len(ramp) > 3)}"
             f" samples, {counted(sum(n for _, n in ramp), 'step')} in all; {then}",
         )
+    table.add_row("operators", plan.operators)
     ends = f"{plan.lr:g}" + (f" to {plan.min_lr:g}" if plan.lr_schedule != "constant" else "")
     table.add_row("optimizer", f"{plan.optimizer}, lr {ends}, {plan.lr_schedule}")
     table.add_row("run", f"{counted(plan.steps, 'step')}, {counted(plan.samples, 'sample')}, {plan.tokens:,} tokens")

@@ -5,7 +5,7 @@ No torch here. Of a recipe it is made by `Workload.of`; of runs of other program
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 
 from megakit.config import algorithms
@@ -14,6 +14,7 @@ from megakit.modeling.balance import head_dim
 from megakit.modeling.layout import model_stages, padded_vocabulary
 from megakit.observe.flops import flops_per_token
 from megakit.parallel.grid import Grid
+from megakit.planner.operators import by_kernels
 from megakit.planner.states import micro_batches
 from megakit.planner.widths import GRADIENT_BYTES
 
@@ -32,6 +33,8 @@ class Stack:
     """Of FlashAttention, whose kernels 1, 2 and 3 were written for successive GPUs; a high number: the best there is."""
     fused: bool = True
     """Norms, residuals and activations are one kernel each."""
+    kernels: tuple[str, ...] = ()
+    """Operators by the kernels of csrc/ (operators.py); the others as `fused` and `loss_bytes` say."""
     loss_bytes: int = 32
     """Moved per logit by the loss and its gradient."""
     tp_overlap: bool = False
@@ -117,6 +120,8 @@ class Workload:
     """fp32 numbers of the optimizer per element of the layers' matrices, the master (in fp32 the weight) among them."""
     states_of_tables: int = 3
     """The same of the embedding and the head, which Muon leaves to AdamW."""
+    loss_chunk: int | None = None
+    """Tokens whose logits are held at once: the head's product is made again in the backward pass. None: all."""
     ns_steps: int = 0
     """Newton-Schulz iterations of Muon; 0: another optimizer."""
     stack: Stack = MEGAKIT
@@ -125,6 +130,8 @@ class Workload:
     def of(cls, cfg: Config, stack: Stack = MEGAKIT) -> Workload:
         """Of a resolved recipe (rules.resolve). Raises Refused where its layers don't fit the stages."""
         p, t, muon = cfg.parallel, cfg.train, cfg.optim.name == "muon"
+        if stack is MEGAKIT:
+            stack = replace(stack, kernels=by_kernels(cfg))
         grid = Grid.of(p)
         return cls.of_model(
             cfg.model,
@@ -151,6 +158,7 @@ class Workload:
             states_per_parameter=1 + len(algorithms.kept(cfg.optim, cfg.optim.name)),
             states_of_tables=1 + len(algorithms.kept(cfg.optim, "adamw" if muon else cfg.optim.name)),
             ns_steps=(cfg.optim.ns_steps or algorithms.NS_STEPS) if muon else 0,
+            loss_chunk=cfg.ops.loss_chunk,
             stack=stack,
         )
 
