@@ -7,10 +7,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from megakit.config.ranges import OPERATORS
 from megakit.config.schema import Config
-
-OPERATORS = ("norm", "rope", "activation", "loss", "dropout_add", "adamw")
-"""Keys of `ops` that name an operator which csrc/ has."""
 
 
 class Passes(NamedTuple):
@@ -34,19 +32,29 @@ ADAMW_BYTES = 30
 """Per element, with the bf16 weight that is written; the gradient's norm reads 4 more."""
 
 
-def by_kernels(cfg: Config) -> tuple[str, ...]:
-    """The operators that the plan takes for csrc's: where csrc is written out.
+def backends(cfg: Config) -> dict[str, str]:
+    """By operator the backend that the recipe names, torch or another; `auto`, and what a backend doesn't have, counts as torch:
+    whether kernels are built, and for which machine, isn't known here."""
+    asked = {name: getattr(cfg.ops, name) or cfg.ops.backend for name in OPERATORS}
+    return {name: asked[name] if asked[name] in offered else "torch" for name, offered in OPERATORS.items()}
 
-    `auto` counts as torch: whether kernels are built, and for which machine, isn't known here.
-    """
-    return tuple(name for name in OPERATORS if (getattr(cfg.ops, name) or cfg.ops.backend) == "csrc")
+
+def by_kernels(cfg: Config) -> tuple[str, ...]:
+    """The operators that the plan takes for csrc's."""
+    return tuple(name for name, backend in backends(cfg).items() if backend == "csrc")
 
 
 def assumed(cfg: Config) -> str:
     """What the plan says of it, in a line."""
-    kernels = by_kernels(cfg)
-    if not kernels:
-        unknown = "auto" in [cfg.ops.backend, *(getattr(cfg.ops, name) for name in OPERATORS)]
-        return "torch's" + ("; by auto a run takes csrc's kernels where they are built" if unknown else "")
-    others = [name for name in OPERATORS if name not in kernels]
-    return f"csrc's kernels: {', '.join(kernels)}" + (f"; torch's: {', '.join(others)}" if others else "")
+    found = backends(cfg)
+    if set(found.values()) == {"torch"}:
+        asked = [cfg.ops.backend, *(getattr(cfg.ops, name) for name in OPERATORS)]
+        return "torch's" + ("; by auto a run takes csrc's kernels where they are built" if "auto" in asked else "")
+    words = {
+        "csrc": "csrc's kernels",
+        "te": "te's (counted as torch's)",
+        "apex": "apex's (counted as torch's)",
+        "torch": "torch's",
+    }
+    names = {backend: ", ".join(name for name in found if found[name] == backend) for backend in words}
+    return "; ".join(f"{words[backend]}: {list_}" for backend, list_ in names.items() if list_)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields
 
 import pytest
 
 from megakit.config import rules
 from megakit.config.compose import compose
-from megakit.config.schema import OpsConfig
 from megakit.ops.folder import SOURCES
 from megakit.planner import hardware
 from megakit.planner.estimate import estimate
 from megakit.planner.kernels import Kernels
 from megakit.planner.links import Links
-from megakit.planner.operators import ADAMW_BYTES, OPERATORS, PASSES, assumed, by_kernels
+from megakit.planner.operators import ADAMW_BYTES, PASSES, assumed, by_kernels
 from megakit.planner.plan import make_plan
 from megakit.planner.search import search
 from megakit.planner.workload import Workload
@@ -109,11 +107,12 @@ def test_a_chunked_loss_makes_the_logits_again():
 
 def test_the_plan_says_which_operators_it_assumes():
     plan = make_plan(compose(["+recipe=llama70b", "ops.backend=csrc", "ops.loss=torch"]))
-    assert plan.operators == "csrc's kernels: norm, rope, activation, dropout_add, adamw; torch's: loss"
+    assert plan.operators == "csrc's kernels: norm, rope, activation, dropout_add, adamw; torch's: loss, attention"
     cfg = resolved("ops.backend=auto")
     assert by_kernels(cfg) == () and assumed(cfg) == "torch's; by auto a run takes csrc's kernels where they are built"
     assert assumed(resolved("ops.backend=torch")) == "torch's"
-    assert set(OPERATORS) <= {f.name for f in fields(OpsConfig)}
+    te = assumed(resolved("ops.backend=te", "ops.rope=csrc"))
+    assert te == "csrc's kernels: rope; te's (counted as torch's): norm, attention; torch's: activation, loss, dropout_add, adamw"
 
 
 def test_a_search_counts_with_them():
