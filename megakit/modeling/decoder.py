@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from megakit.config.schema import Config
 from megakit.modeling.block import Block, hidden_dropout
 from megakit.modeling.layout import StageLayout, recomputed_layers
-from megakit.modeling.norm import Norm
+from megakit.modeling.norm import AddNorm
 from megakit.modeling.rope import rope_table
 from megakit.ops.rope import table_dtype
 from megakit.parallel.context import own_positions
@@ -64,17 +64,17 @@ class Embedding(nn.Module):
 
 
 class Head(nn.Module):
-    """x [s, B, H] -> logits [S, B, V]; with labels [S, B] -> the loss sum []"""
+    """x and residual [s, B, H], whose sum is the stream -> logits [S, B, V]; with labels [S, B] -> the loss sum []"""
 
     def __init__(self, cfg: Config, params: Mapping[str, nn.Parameter], region: Region):
         super().__init__()
         self.region, self.train_cfg = region, cfg.train
         self.vocab, self.loss_chunk = cfg.model.vocab_size, cfg.ops.loss_chunk
-        self.norm = Norm(cfg.model, params, "final_norm", region.ops.norm)
+        self.norm = AddNorm(cfg.model, params, "final_norm", region.ops.norm)
         self.weight = params["embedding.word.weight" if cfg.model.tie_embeddings else "output.weight"]
 
-    def forward(self, x: torch.Tensor, labels_SB: torch.Tensor | None = None) -> torch.Tensor:
-        x, region = self.norm(x), self.region
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None, labels_SB: torch.Tensor | None) -> torch.Tensor:
+        (x, _), region = self.norm(x, residual), self.region
         if labels_SB is None:
             return column_linear(x, self.weight, None, region)
         # evaluation reports the cross entropy alone: the perplexity is made from it
@@ -104,12 +104,15 @@ class Stage(nn.Module):
             x = self.embedding(batch.tokens_SB, seed)
         assert x is not None
         rope = self._rope_for(batch.tokens_SB.shape[0], x)
+        residual = None
         for i, block in enumerate(self.blocks):
-            if i < self.recomputed and torch.is_grad_enabled():
-                x = checkpoint(block, x, rope, seed, batch.documents_SB, use_reentrant=False, preserve_rng_state=False)
+            if i < self.recomputed and torch.is_grad_enabled():  # of which one tensor is kept, the sum
+                x = _sum(x, residual)
+                args = x, rope, seed, batch.documents_SB
+                x, residual = checkpoint(block, *args, use_reentrant=False, preserve_rng_state=False)
             else:
-                x = block(x, rope, seed, batch.documents_SB)
-        return x if self.head is None else self.head(x, batch.labels_SB)
+                x, residual = block(x, rope, seed, batch.documents_SB, residual)
+        return _sum(x, residual) if self.head is None else self.head(x, residual, batch.labels_SB)
 
     def _rope_for(self, seq_len: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         if self.cfg.model.position_embedding != "rope":
@@ -119,3 +122,7 @@ class Stage(nn.Module):
             dtype = table_dtype(x, self.region.ops.rope)
             self._rope = cos.to(dtype), sin.to(dtype)
         return self._rope
+
+
+def _sum(x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+    return x if residual is None else residual + x

@@ -9,6 +9,7 @@ from torch import nn
 
 from megakit.config.schema import ModelConfig
 from megakit.ops.activation import gelu, swiglu
+from megakit.ops.backends import CSRC
 from megakit.parallel.tensor import Region, column_linear, row_linear
 
 
@@ -22,9 +23,11 @@ class MLP(nn.Module):
         self.down_weight, self.down_bias = params[f"{name}.down.weight"], params.get(f"{name}.down.bias")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = column_linear(x, self.up_weight, self.up_bias, self.region)
+        backend, bias = self.region.ops.activation, self.up_bias
         if self.activation == "swiglu":
-            y = swiglu(y, self.region.ops.activation)
-        else:
-            y = gelu(y, tanh=self.activation == "gelu_tanh", backend=self.region.ops.activation)
+            y = swiglu(column_linear(x, self.up_weight, bias, self.region), backend)
+        else:  # the kernel adds the bias too, and its gradient comes with that of its input; torch's product adds it
+            inside = bias if backend == CSRC else None
+            y = column_linear(x, self.up_weight, bias if inside is None else None, self.region)
+            y = gelu(y, inside, tanh=self.activation == "gelu_tanh", backend=backend)
         return row_linear(y, self.down_weight, self.down_bias, self.region)

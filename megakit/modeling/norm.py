@@ -31,9 +31,11 @@ class Norm(nn.Module):
 
 
 class AddNorm(Norm):
-    """x and the residual stream [..., H] -> norm(x + residual), x + residual"""
+    """x and the residual stream [..., H] -> norm(x + residual), x + residual; where there is no residual yet norm(x), x"""
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        if residual is None:
+            return super().forward(x), x
         if self.library is not None:
             x = residual + x
             return self.library(x), x

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megakit.ops.backends import Backends
 from megakit.ops.fused import library
@@ -39,6 +41,7 @@ CELLS = {
     "llama, exact gelu": ("llama", 1, {"model__activation": "gelu"}),
     "selective recomputation": ("llama", 1, {"parallel__recompute": "selective"}),
     "full recomputation": ("gpt2", 1, {"parallel__recompute": "full"}),
+    "recomputation of one layer": ("llama", 1, {"parallel__recompute": "full", "parallel__recompute_layers": 1}),
     "smoothing and z-loss": ("llama", 1, {"train__label_smoothing": 0.1, "train__z_loss": 1e-3}),
     "tp 2, sequence parallel, smoothing": (
         "llama",
@@ -48,6 +51,7 @@ CELLS = {
     "zb_h1 over 2 stages, tied": ("gpt2", 2, {"parallel__pp": 2, "parallel__schedule": "zb_h1"}),
     "ZeRO 1 over 2": ("llama", 2, {"parallel__dp": 2, "parallel__zero": 1}),
     "ZeRO 3 over 2": ("llama", 2, {"parallel__dp": 2, "parallel__zero": 3, "parallel__bucket_size": 40_000_000}),
+    "ZeRO 3 over 2, biases": ("gpt2", 2, {"parallel__dp": 2, "parallel__zero": 3, "parallel__bucket_size": 40_000_000}),
     "groups": ("gpt2", 1, {"optim__lr_mult": {"layers.*": 0.5}, "optim__weight_decay": 0.3}),
 }
 
@@ -84,6 +88,37 @@ def test_same_messages(pools, kernels, chunk):
     torchs = pools(2).run(traffic, cfg)
     cfg.ops.backend, cfg.ops.loss_chunk = "csrc", chunk
     assert pools(2).run(traffic, cfg) == torchs
+
+
+class Called(TorchDispatchMode):
+    """Counts the operators of csrc/ by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.times = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "megakit":
+            self.times[func.name().split("::")[1]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def called(cfg):
+    """Of a micro-batch, forward and backward; and plain additions of the size of the stream."""
+    e = engine(cfg)
+    e.initialize()
+    with Called() as seen:
+        e.forward_backward(micro_batches(e, 0)[:1])
+    return seen.times
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_every_sum_but_the_first_is_inside_a_norm(pools, kernels, family):
+    """2 layers: the first norm has nothing to add, the other three and the final one add; GPT-2's GELU adds its bias."""
+    (times,) = pools(1).run(called, tiny(family, **BATCH, ops__backend="csrc", model__num_layers=2))
+    act = {"swiglu": 2, "swiglu_backward": 2, "rope_": 4} if family == "llama" else {"gelu": 2, "gelu_backward": 2}
+    norms = {"norm": 1, "add_norm": 4, "norm_backward": 5}
+    assert {**norms, **act}.items() <= dict(times).items(), times
 
 
 def dropped(cfg):
@@ -137,7 +172,6 @@ def test_a_chunked_loss_is_the_whole_one(pools, kernels, cell):
 
 def largest(cfg) -> int:
     """Elements of the largest tensor that a step allocates, but for the flat buffers."""
-    from torch.utils._python_dispatch import TorchDispatchMode
 
     class Sizes(TorchDispatchMode):
         most = 0
