@@ -25,7 +25,7 @@ def loss_stats(
     top, local = z.amax(-1), labels - first
     mine = (local >= 0) & (local < cols)
     target = z.gather(-1, local.where(mine, 0).unsqueeze(-1)).squeeze(-1).where(mine, 0.0)
-    return top, (z - top.unsqueeze(-1)).exp().sum(-1), target, z.sum(-1)
+    return top, (z - top.unsqueeze(-1)).exp_().sum(-1), target, z.sum(-1)
 
 
 def loss_gradient_(
@@ -50,7 +50,11 @@ def loss_gradient_(
         return logits
     z, local = logits[..., :cols].to(top.dtype), labels - first
     weight = (1.0 + 2.0 * z_loss * (top + exps.log())) / exps
-    d = (z - top.unsqueeze(-1)).exp_() * weight.unsqueeze(-1) - smoothing / vocab
+    d = (z - top.unsqueeze(-1)).exp_()  # then in place, and without z: each is as large as the logits in fp32
+    del z
+    d *= weight.unsqueeze(-1)
+    if smoothing:
+        d -= smoothing / vocab
     mine = (local >= 0) & (local < cols)
     if cols:
         d.scatter_add_(-1, local.where(mine, 0).unsqueeze(-1), (mine * (smoothing - 1.0)).to(d.dtype).unsqueeze(-1))

@@ -55,6 +55,7 @@ class _Chunks:
                 torch.mm(d, self.weight, out=gx[at])
             if total is not None:
                 accumulate_outer(total, d, self.rows[at])
+            del z, d  # before the next chunk's logits are made
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

@@ -84,13 +84,15 @@ def peak(row: Iterable[Op], chunk_bytes: Sequence[int], deferred_bytes: Sequence
 
 def deferred(cfg: Config, layout: StageLayout) -> int:
     """Bytes that the weight gradients of one micro-batch need while they are put off: of every linear layer its input and the
-    gradient of its output, each as it is cut over tp, whatever is recomputed."""
+    gradient of its output, each as it is cut over tp, whatever is recomputed; of logits by chunks what makes them again."""
     at = _Sizes(cfg, own(cfg))
     residual, inside = at.s * at.B * at.H, at.S * at.B * at.F
     qkv, heads = at.S * at.B * (at.N + 2 * at.G) * at.D, at.S * at.B * at.N * at.D
     layer = (residual + qkv) + (heads + residual) + (residual + inside * (1 + at.gated)) + (inside + residual)
-    head = (residual + at.S * at.B * at.V) if layout.last else 0
-    return (layer * len(layout.layers) + head) * at.width
+    if not layout.last:
+        return layer * len(layout.layers) * at.width
+    numbers = sum(kept.bytes for kept in at.of_chunks()) if cfg.ops.loss_chunk else at.S * at.B * at.V * at.width
+    return (layer * len(layout.layers) + residual) * at.width + numbers
 
 
 def without_recomputation(cfg: Config) -> Config:
@@ -131,13 +133,17 @@ class _Sizes:
         if self.cfg.ops.loss_chunk or self.operators.loss_in_place:
             if not self.cfg.ops.loss_chunk:
                 yield Kept("loss: logits", "S B V", (S, B, V), self.width)
-            yield Kept("loss: labels", "S B", (S, B), 8)
-            yield Kept("loss: maximum and sum", "2 S B", (2, S, B), 4)
+            yield from self.of_chunks()
             return
         yield Kept("loss: probabilities", "S B V", (S, B, V), 4)
         yield Kept("loss: targets", "S B", (S, B), 8)
         yield Kept("loss: which are this rank's, which are valid", "2 S B", (2, S, B), 1)
         yield Kept("loss: log-sum-exp", "S B", (S, B), 4)
+
+    def of_chunks(self) -> Iterator[Kept]:
+        """Of a loss whose logits aren't kept."""
+        yield Kept("loss: labels", "S B", (self.S, self.B), 8)
+        yield Kept("loss: maximum and sum", "2 S B", (2, self.S, self.B), 4)
 
     def _residual(self, name: str, count: int) -> Kept:
         return Kept(name, "s B H", (self.s, self.B, self.H), self.width, count)

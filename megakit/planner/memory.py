@@ -113,14 +113,20 @@ def peak_with(cfg: Config, grid: Grid, held: Held, row: Sequence[Op], operators:
 
 def _loss(cfg: Config, grid: Grid, operators: Operators) -> int:
     """Beside the fp32 probabilities: the logits in the compute type, fp32 ones too; or the head's weight gradient. Beside logits
-    that become their gradient nothing; of a chunk its logits, and without kernels fp32 ones and their gradient."""
+    that become their gradient nothing; of a chunk its logits, and without kernels fp32 ones and their gradient, beside the
+    gradient of the head's input, with ZeRO 3 also that of its weight, in fp32 and then rounded."""
     vocabulary = padded_vocabulary(cfg.model, grid.tp) // grid.tp
     if operators.head_gradient_apart:
         return vocabulary * cfg.model.hidden_size * WEIGHT_BYTES["fp32"]
     tokens = cfg.train.micro_batch_size * cfg.train.seq_len // grid.cp
     if cfg.ops.loss_chunk:
-        each = WEIGHT_BYTES[cfg.train.precision] + (0 if operators.loss_in_place else 2 * WEIGHT_BYTES["fp32"])
-        return min(cfg.ops.loss_chunk, tokens) * vocabulary * each
+        width = WEIGHT_BYTES[cfg.train.precision]
+        each = width + (0 if operators.loss_in_place else 2 * WEIGHT_BYTES["fp32"])
+        chunk = min(cfg.ops.loss_chunk, tokens) * vocabulary * each
+        if cfg.parallel.zero == 3:
+            table = vocabulary * cfg.model.hidden_size
+            chunk = table * WEIGHT_BYTES["fp32"] + max(chunk, table * width)
+        return chunk + tokens * cfg.model.hidden_size * width
     if operators.loss_in_place:
         return 0
     return tokens * vocabulary * WEIGHT_BYTES[cfg.train.precision]

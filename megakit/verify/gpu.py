@@ -18,6 +18,7 @@ from megakit.modeling import attention as attention_module
 from megakit.modeling import norm as norm_module
 from megakit.ops import attention as blocks
 from megakit.ops import norm as norm_operators
+from megakit.parallel import head as head_module
 from megakit.parallel import tensor as linear_module
 
 
@@ -66,6 +67,7 @@ def gpu_operators() -> Iterator[None]:
         (norm_module, "norm", _norm),
         (norm_operators, "norm", _norm),  # with a residual that is added before
         (linear_module, "accumulate_outer", _accumulate_outer),
+        (head_module, "accumulate_outer", _accumulate_outer),
         (attention_module, "F", SimpleNamespace(scaled_dot_product_attention=_attention)),
         (blocks, "_kernel", _kernel),
     ]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from megakit.config import rules
@@ -278,6 +278,12 @@ def _assumptions(cfg: Config, grid: Grid, chosen: sample.Sample, stepped: dict[i
         f"bytes are those of tensors, with the operators that the engine uses on {device}: what kernels, the allocator and the"
         " communication library take beside them is not in them"
     )
+    named = sorted({getattr(cfg.ops, f.name) for f in fields(cfg.ops) if f.name != "loss_chunk"} - {None, "auto", "torch"})
+    if named:
+        out.append(
+            f"torch's operators were stepped in place of those of {' and '.join(named)}, which send the same messages; the peaks"
+            " are torch's, the plan's those of the recipe"
+        )
     if types:
         out.append("the types were checked on one rank of each kind of stage, with few micro-batches")
     else:

@@ -118,7 +118,7 @@ RULES: dict[type[torch.autograd.Function], Rule] = {
 }
 
 KERNELS: set[type[torch.autograd.Function]] = {RotateInPlace, _FusedCrossEntropy, _LinearCrossEntropy}
-"""Functions that a check never meets: it steps torch's operators and whole logits, with the same messages
+"""Functions that the check of types never meets: it steps torch's operators and whole logits, with the same messages
 (tests/train/test_fused.py)."""
 
 TRUSTED: set[type[torch.autograd.Function]] = {_Dropout}

@@ -64,9 +64,11 @@ def fake_rank(
             state = ParallelState(grid, torch.device("cpu"), timedelta(seconds=60))
         with FakeTensorMode(), _real_meshes(), watch or nullcontext():
             # types, messages and sizes are those of torch's operators, whatever kernels compute them
-            yield Engine(
-                replace(cfg, {f"ops.{f.name}": None for f in fields(OpsConfig)} | {"ops.backend": "torch"}), state, comm(state)
-            )
+            torchs = {f"ops.{f.name}": None for f in fields(OpsConfig)} | {
+                "ops.backend": "torch",
+                "ops.loss_chunk": cfg.ops.loss_chunk,
+            }
+            yield Engine(replace(cfg, torchs), state, comm(state))
     finally:
         dist.destroy_process_group()
 

@@ -162,8 +162,17 @@ BOUNDED = {
     "ring": {"cp": 2, "pp": 2},
     "zero 2": {"pp": 2, "dp": 2, "zero": 2},
     "zero 3": {"zero": 3, "dp": 2},
+    "loss by chunks": {"tp": 2, "model__vocab_size": 20000, "ops__loss_chunk": 32},
+    "loss by chunks, zb_h1": {"pp": 2, "schedule": "zb_h1", "model__vocab_size": 20000, "ops__loss_chunk": 50},
+    "loss by chunks, zero 3": {"zero": 3, "dp": 2, "train__seq_len": 1024, "model__vocab_size": 20000, "ops__loss_chunk": 32},
     "zero 3, whole": {"zero": 3, "dp": 2, "zero3_reduce": "step"},
 }
+
+
+def test_what_kernels_a_recipe_names_and_the_proof_does_not_step_is_said():
+    text = "torch's operators were stepped in place of those of csrc"
+    assert any(text in said for said in proven(ops__loss="csrc", ops__loss_chunk=7).assumptions)
+    assert not any("in place of" in said for said in proven(ops__loss="torch", ops__loss_chunk=7).assumptions)
 
 
 @pytest.mark.parametrize("layout", BOUNDED)
