@@ -49,9 +49,26 @@ def tried(broken: Broken, cfg: Config, check: Callable[[Config], object]) -> Ref
         if found and (least := min(found, key=len)) not in works:
             works.append(least)
     named = sorted(works, key=len)[:NAMED]  # stable: of those as long in the order of their kinds
+    if not named and (then := _refused_then(broken, cfg, check)):
+        return then
     if not named:
         return Refused(f"{broken.why}: one other value will not do, python -m megakit.plan --search finds grids that fit")
     return Refused(f"{broken.why}: use {', or '.join(_grouped(named))}")
+
+
+def _refused_then(broken: Broken, cfg: Config, check: Callable[[Config], object]) -> Refused | None:
+    """The refusal with its first cure and another refusal that stays whatever is cured here; None where keys belong together."""
+    cure = next((kind[0] for kind in broken.kinds if kind), None)
+    if cure is None:
+        return None
+    try:
+        check(replace(cfg, cure))
+    except Broken:
+        return None
+    except Refused as then:
+        if not any(key in str(then) for key in cure):
+            return Refused(f"{broken.why}: use {next(_grouped([cure]))}; what is refused then: {then}")
+    return None
 
 
 def _mended(cfg: Config, cure: Change, check: Callable[[Config], object]) -> Change | None:

@@ -315,10 +315,13 @@ def _check_zero(cfg: Config) -> None:
             [{"parallel.zero": 0, "parallel.zero_group": None}],
             [{"parallel.zero_group": None}],
         )
-    if p.dp is not None and (p.dp * p.cp) % p.zero_group:
-        valid = _divisors(p.dp * p.cp)[1:]
+    dp, there = p.dp, cluster_world(cfg)
+    if dp is None and there is not None and there % model_ranks(cfg) == 0:
+        dp = there // model_ranks(cfg)
+    if dp is not None and (dp * p.cp) % p.zero_group:
+        valid = _divisors(dp * p.cp)[1:]
         raise Broken(
-            f"parallel.zero_group = {p.zero_group} does not divide parallel.dp x parallel.cp = {p.dp} x {p.cp} = {p.dp * p.cp};"
+            f"parallel.zero_group = {p.zero_group} does not divide parallel.dp x parallel.cp = {dp} x {p.cp} = {dp * p.cp};"
             f" valid groups {_listed(valid) or 'none'}",
             [{"parallel.zero_group": n} for n in _nearest_first(valid, p.zero_group)],
             [{"parallel.zero_group": None}],
@@ -489,7 +492,9 @@ def _check_recompute(cfg: Config) -> None:
     p = cfg.parallel
     if p.recompute_layers is not None and p.recompute != "full":
         beside = f"parallel.recompute = {p.recompute}"
-        raise broken_alone("parallel.recompute_layers", p.recompute_layers, beside, None, [{"parallel.recompute": "full"}])
+        most = max(p.layers_per_stage or [math.ceil(cfg.model.num_layers / (p.pp * p.virtual_stages))])
+        full: list[Change] = [{"parallel.recompute": "full"}] if p.recompute_layers <= most else []
+        raise broken_alone("parallel.recompute_layers", p.recompute_layers, beside, None, full)
 
 
 def _check_precision(cfg: Config) -> None:

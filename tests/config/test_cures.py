@@ -124,3 +124,25 @@ def test_cures_that_do_not_work_are_not_named():
     broken = Broken("a = 1 is wrong", [{"parallel.zero": 9}, {"parallel.zero": 2}], [{"train.steps": -1}])
     assert str(tried(broken, cfg, rules.check)) == "a = 1 is wrong: use parallel.zero=2"
     assert "--search" in str(tried(Broken("b", [{"parallel.zero": 9}]), cfg, rules.check))
+
+
+def test_a_second_fault_is_named_with_the_cure_of_the_first():
+    with pytest.raises(Refused) as why:
+        compose(["+recipe=llama13b", "optim.name=sgd", "model.num_query_groups=32"])
+    assert "use model.num_query_groups=40; what is refused then: optim.eps = 1e-05 changes nothing" in str(why.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "cures"),
+    [
+        (["+recipe=llama13b", "parallel.recompute_layers=100"], "parallel.recompute_layers=null"),
+        (
+            ["+recipe=gpt2_124m", "parallel.zero_group=5"],
+            "parallel.zero_group=null, or parallel.zero=1 parallel.zero_group=4",
+        ),
+    ],
+)
+def test_a_cure_that_another_size_forbids_is_not_named(keys, cures):
+    with pytest.raises(Refused) as why:
+        compose(keys)
+    assert str(why.value).endswith(f": use {cures}")
