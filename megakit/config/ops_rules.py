@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from megakit.config.cures import broken_alone
+from megakit.config.cures import Broken, broken_alone
 from megakit.config.schema import Config
+
+FP8_UNIT = 16
+"""Features of an fp8 product, in and out, are a multiple of this: cuBLAS takes no others."""
 
 
 def check(cfg: Config) -> None:
-    """Raise Broken for a backend that the run would never use."""
+    """Raise Broken for a backend that the run would never use, or sizes that fp8 products don't have."""
     if cfg.ops.attention == "te":
         for name, value, beside in (
             ("parallel.cp", cfg.parallel.cp > 1, f"parallel.cp = {cfg.parallel.cp}, whose attention is of blocks"),
@@ -15,3 +18,21 @@ def check(cfg: Config) -> None:
         ):
             if value:
                 raise broken_alone("ops.attention", "te", beside, None, [{name: 1 if name == "parallel.cp" else False}])
+    if cfg.train.precision == "fp8":
+        _check_fp8(cfg)
+
+
+def _check_fp8(cfg: Config) -> None:
+    m, tp = cfg.model, cfg.parallel.tp
+    width = m.hidden_size // m.num_attention_heads
+    sizes = {
+        "model.hidden_size": m.hidden_size,
+        f"the query heads of a rank, {m.num_attention_heads // tp} of width {width},": m.num_attention_heads // tp * width,
+        "queries, keys and values of a rank together": (m.num_attention_heads + 2 * m.num_query_groups) // tp * width,
+        "model.ffn_hidden_size / parallel.tp": m.ffn_hidden_size // tp,
+    }
+    for name, size in sizes.items():
+        if size % FP8_UNIT:
+            raise Broken(
+                f"{name} = {size} is not a multiple of {FP8_UNIT}, which products in fp8 need", [{"train.precision": "bf16"}]
+            )

@@ -161,7 +161,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "parallel.cp_comm_type": ("p2p", "all_gather"),
     "parallel.zero3_reduce": ("microbatch", "step"),
     "parallel.recompute": ("none", "selective", "full"),
-    "train.precision": ("bf16", "fp16", "fp32"),
+    "train.precision": ("bf16", "fp16", "fp32", "fp8"),
     "train.grad_dtype": ("fp32", "bf16"),
     "optim.name": tuple(ALGORITHMS),
     "optim.schedule": ("cosine", "linear", "constant", "wsd"),
@@ -182,7 +182,6 @@ def _words(*words: Any) -> Callable[[Any], bool]:
 
 NOT_BUILT: dict[str, tuple[Callable[[Any], bool], str]] = {
     "parallel.schedule": (_words("dualpipe"), "zb_v"),
-    "train.precision": (_words("fp8"), "bf16, fp16 or fp32"),
     "checkpoint.async": (bool, "false"),
 }
 """Which values of a key are planned but not built, and what to use until then."""
@@ -199,6 +198,7 @@ _ELSEWHERE = {
     "float16": "fp16",
     "half": "fp16",
     "float32": "fp32",
+    "float8": "fp8",
     "cuda": "csrc",
     "transformer_engine": "te",
     "transformerengine": "te",

@@ -131,7 +131,8 @@ class TrainConfig:
     seed: int = 1234
     """Seeds initial weights, sample order and dropout, each by itself."""
     precision: str = "bf16"
-    """Compute precision: bf16 or fp16 (fp32 masters and gradients; fp16 with dynamic loss scaling) | fp32."""
+    """Compute precision: bf16 or fp16 (fp32 masters and gradients; fp16 with dynamic loss scaling) | fp32 | fp8 (bf16, but the
+    products of the layers' linear layers, forward and of the input gradient; docs/kernels.md)."""
     grad_dtype: str = "fp32"
     """Gradients are accumulated and reduced in: fp32 | bf16 (half the bytes, less exact; with precision=bf16 only)."""
     label_smoothing: float = 0.0

@@ -44,12 +44,12 @@ class Attention(nn.Module):
     def forward(
         self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor] | None, seed: int, documents_SB: torch.Tensor | None = None
     ) -> torch.Tensor:
-        qkv = column_linear(x, self.qkv_weight, self.qkv_bias, self.region)
+        qkv = column_linear(x, self.qkv_weight, self.qkv_bias, self.region, self.region.ops.fp8)
         if self.recompute_core and torch.is_grad_enabled():
             y = checkpoint(self.core, qkv, rope, seed, documents_SB, use_reentrant=False, preserve_rng_state=False)
         else:
             y = self.core(qkv, rope, seed, documents_SB)
-        return row_linear(y, self.out_weight, self.out_bias, self.region)
+        return row_linear(y, self.out_weight, self.out_bias, self.region, self.region.ops.fp8)
 
     def core(
         self,

@@ -23,11 +23,11 @@ class MLP(nn.Module):
         self.down_weight, self.down_bias = params[f"{name}.down.weight"], params.get(f"{name}.down.bias")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        backend, bias = self.region.ops.activation, self.up_bias
+        backend, narrow, bias = self.region.ops.activation, self.region.ops.fp8, self.up_bias
         if self.activation == "swiglu":
-            y = swiglu(column_linear(x, self.up_weight, bias, self.region), backend)
+            y = swiglu(column_linear(x, self.up_weight, bias, self.region, narrow), backend)
         else:  # the kernel adds the bias too, and its gradient comes with that of its input; torch's product adds it
             inside = bias if backend == CSRC else None
-            y = column_linear(x, self.up_weight, bias if inside is None else None, self.region)
+            y = column_linear(x, self.up_weight, bias if inside is None else None, self.region, narrow)
             y = gelu(y, inside, tanh=self.activation == "gelu_tanh", backend=backend)
-        return row_linear(y, self.down_weight, self.down_bias, self.region)
+        return row_linear(y, self.down_weight, self.down_bias, self.region, narrow)

@@ -12,14 +12,13 @@ which never takes te or apex. Where csrc is missing torch's operators are used; 
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 import torch
 
 from megakit.config.ranges import OPERATORS
 from megakit.config.schema import OpsConfig
-from megakit.ops import apex, te
+from megakit.ops import apex, fp8, te
 from megakit.ops.fused.library import DTYPES, Missing, load
 
 TORCH, CSRC, TE, APEX = "torch", "csrc", "te", "apex"
@@ -42,19 +41,23 @@ class Backends:
     """The step of all shards, and the squared norm of the gradient."""
     attention: str = TORCH
     """The core, of whole sequences; with context parallelism or documents it is torch's."""
+    fp8: bool = False
+    """The products of the layers' linear layers are in fp8."""
 
     def __str__(self) -> str:
         """By backend: "csrc: norm, rope; torch: loss"."""
-        by_name = dataclasses.asdict(self)
+        by_name = {name: getattr(self, name) for name in OPERATORS}
         return "; ".join(f"{b}: {', '.join(n for n in by_name if by_name[n] == b)}" for b in sorted(set(by_name.values())))
 
 
-def choose(cfg: OpsConfig, device: torch.device) -> tuple[Backends, str]:
+def choose(cfg: OpsConfig, device: torch.device, precision: str = "bf16") -> tuple[Backends, str]:
     """What the config asks for, as far as it is there, and what to tell the user of it, once; "" if there is nothing to tell.
 
-    Without a usable library csrc becomes torch. Raises Refused where te or apex are asked for and can't be used.
+    Without a usable library csrc becomes torch. Raises Refused where te, apex or fp8 are asked for and can't be used.
     """
-    wanted = {f.name: _wanted(cfg, f.name, device) for f in dataclasses.fields(Backends)}
+    wanted = {name: _wanted(cfg, name, device) for name in OPERATORS}
+    if precision == "fp8":
+        fp8.check(device)
     for library, check in ((TE, te.check), (APEX, apex.check)):
         names = [name for name, backend in wanted.items() if backend == library]
         if names:
@@ -67,8 +70,8 @@ def choose(cfg: OpsConfig, device: torch.device) -> tuple[Backends, str]:
         except Missing as e:
             wanted = {name: TORCH if backend == CSRC else backend for name, backend in wanted.items()}
             missing = f"NOTE: torch's operators are used, not the fused kernels: {e}"
-    chosen = Backends(**wanted)
-    if chosen == Backends():
+    chosen = Backends(**wanted, fp8=precision == "fp8")
+    if all(backend == TORCH for backend in wanted.values()):
         return chosen, missing
     emulated = " (emulated on the CPU: for tests, slow)" if device.type == "cpu" and CSRC in wanted.values() else ""
     return chosen, f"operators: {chosen}{emulated}" + (f". {missing}" if missing else "")

@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from megakit.ops import fp8
 from megakit.ops.backends import Backends
 from megakit.ops.gemm import accumulate_outer
 from megakit.parallel.comm import Comm, Handle
@@ -62,16 +63,17 @@ class Region:
 
 
 class _Linear(torch.autograd.Function):
-    """y = x w^T + b. `column` enters the tensor-parallel region before the product, `row` leaves it after."""
+    """y = x w^T + b. `column` enters the tensor-parallel region before the product, `row` leaves it after. narrow: the product,
+    and that of the input gradient, are in fp8; of the weight gradient not."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, region: Region, kind: str):
+    def forward(ctx, x, weight, bias, region: Region, kind: str, narrow: bool):
         # x as it came: under sequence parallelism only 1/tp of it is kept, and gathered again in the backward pass
         ctx.save_for_backward(x, weight)
         # under recomputation the saved weight is another tensor than the parameter
-        ctx.region, ctx.kind, ctx.weight, ctx.bias = region, kind, weight, bias
+        ctx.region, ctx.kind, ctx.weight, ctx.bias, ctx.narrow = region, kind, weight, bias, narrow
         x = region.enter(x).wait() if kind == "column" else x
-        y = F.linear(x, weight, bias)
+        y = fp8.linear(x, weight, bias) if narrow else F.linear(x, weight, bias)
         return region.leave(region.comm.partial(y, "tp")) if kind == "row" else y
 
     @staticmethod
@@ -82,7 +84,9 @@ class _Linear(torch.autograd.Function):
         g = g_out if column else region.leave_backward(g_out)
         # the input is gathered while the input gradient is computed, which is reduced while the weight gradient is computed
         gathered = region.enter(x) if column and not later else Handle(x)
-        gx = g @ weight if ctx.needs_input_grad[0] else None
+        gx = None
+        if ctx.needs_input_grad[0]:
+            gx = fp8.input_gradient(g, weight) if ctx.narrow else g @ weight
         reduced = region.enter_backward(region.comm.partial(gx, "tp")) if column and gx is not None else None
         gw = gb = None
         if sink is None:
@@ -96,7 +100,7 @@ class _Linear(torch.autograd.Function):
                 sink.add(ctx.weight, partial(_accumulate, g=g, x=gathered.wait()))
             if ctx.bias is not None:
                 sink.add(ctx.bias, partial(_accumulate_sum, g=g_out))
-        return reduced.wait() if reduced else gx, gw, gb, None, None
+        return reduced.wait() if reduced else gx, gw, gb, None, None, None
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -143,14 +147,19 @@ def _scatter_rows(g: torch.Tensor, local: torch.Tensor, mine: torch.Tensor, regi
     total.index_add_(0, local.flatten(), _rows(g).to(total.dtype))
 
 
-def column_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, region: Region) -> torch.Tensor:
-    """x [s, B, I] -> [S, B, O]; weight [O, I] and bias [O] are this rank's cut of the output features."""
-    return _Linear.apply(x, weight, bias, region, "column")
+def column_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, region: Region, narrow: bool = False
+) -> torch.Tensor:
+    """x [s, B, I] -> [S, B, O]; weight [O, I] and bias [O] are this rank's cut of the output features; narrow: in fp8."""
+    return _Linear.apply(x, weight, bias, region, "column", narrow)
 
 
-def row_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, region: Region) -> torch.Tensor:
-    """x [S, B, I] -> [s, B, O]; weight [O, I] is this rank's cut of the input features, bias [O] is replicated."""
-    y = _Linear.apply(x, weight, None, region, "row")
+def row_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, region: Region, narrow: bool = False
+) -> torch.Tensor:
+    """x [S, B, I] -> [s, B, O]; weight [O, I] is this rank's cut of the input features, bias [O] is replicated; narrow: in
+    fp8."""
+    y = _Linear.apply(x, weight, None, region, "row", narrow)
     return y if bias is None else y + bias
 
 

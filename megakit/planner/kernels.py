@@ -23,6 +23,8 @@ STREAM = 0.8
 """Share of the memory bandwidth that kernels reach which read and write long rows."""
 LAUNCH = 4e-6
 """Seconds between two kernels."""
+QUANTIZATION = 9
+"""Kernels by which torch's operators bring a tensor to fp8."""
 HALF_SPEED = 500.0
 """Length of sequence at which fused attention has half of its final speed."""
 ATTENTION_BACKWARD = 0.7
@@ -100,10 +102,12 @@ class Kernels:
         """Of a linear layer of this rank, k to n features: forward, input gradient, weight gradient."""
         m, wide = self.rows, 1 if fp8 else self.width
         gradient = 8 if self.w.stack.accumulates else 2 * self.width
+        # without fp8 weight gradients these are products in bf16
+        rate_w, wide_w = (rate, wide) if not fp8 or self.w.stack.fp8_whole else (self.rate, self.width)
         return (
             self.product(m, k, n, rate, wide, self.width),
             self.product(m, n, k, rate, wide, self.width),
-            self.product(k, m, n, rate, wide, gradient),
+            self.product(k, m, n, rate_w, wide_w, gradient),
         )
 
     def layer(self) -> Piece:
@@ -135,9 +139,18 @@ class Kernels:
     def casts(self, queries: float, keys: float, ffn: float, up: float) -> tuple[float, float]:
         """To fp8, forward inputs and backward gradients of the linear layers: read in bf16, written as they are and transposed.
 
-        What sequence parallelism cuts is cast before it is gathered, and transposed after.
+        What sequence parallelism cuts is cast before it is gathered, and transposed after. This program's casts, of torch's
+        operators: read for the largest value, read and written scaled, read and written in fp8, 10 bytes of each of x, the
+        gradient and, twice, the weight, in every micro-batch.
         """
         h, fixed = self.w.hidden, self.f.fp8_layer_us * 1e-6 / 3
+        if not self.w.stack.fp8_whole:
+            weights, scale = h * (2 * queries + 2 * keys + up + ffn), 10.0 / self.bandwidth
+            forward, backward, launches = 2 * h + queries + ffn, 2 * h + queries + 2 * keys + up, QUANTIZATION * 8 * LAUNCH
+            return (
+                scale * (self.rows * forward + weights) + launches,
+                scale * (self.rows * backward + weights) + launches,
+            )
         whole = 4.0 if self.cut == 1 else 3.0 / self.cut + 2.0
         scale = self.rows * self.f.cast / self.bandwidth
         forward = whole * 2 * h + 4 * (queries + ffn)
@@ -189,7 +202,7 @@ class Kernels:
             return 0.0, 0.0, 0.0
         one = self.links.tp(self.rows * w.hidden * self.width)
         forward, backward = 4 * one, (6 if w.sequence_parallel else 4) * one
-        if self.fp8 and w.sequence_parallel:  # two of four and four of six gather what is fp8 already
+        if self.fp8 and w.sequence_parallel and w.stack.fp8_whole:  # two of four and four of six gather what is fp8 already
             forward, backward = 3 * one, 4 * one
         share = self.f.tp_exposed if w.stack.tp_overlap else 1.0
         return forward * share, backward * share, (forward + backward) * (1 - share)

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from megakit.config.schema import Config
+from megakit.modeling.balance import head_dim
 from megakit.modeling.layout import StageLayout, padded_vocabulary, rank_stages, recomputed_layers, stage_params, units
 from megakit.parallel.buckets import REDUCED_AT_ONCE, fill_buckets
 from megakit.parallel.grid import Grid
@@ -188,4 +189,22 @@ def _layer(cfg: Config, layout: StageLayout, held: dict[str, ParamSpec], operato
     if recomputed_layers(p, len(layout.layers)):
         alone = replace(layout, index=1, count=3, layers=range(layout.layers.start, layout.layers.start + 1))
         again = sum(kept.bytes for kept in ledger(without_recomputation(cfg), alone, operators))
-    return math.ceil(weights * width + tokens * (inside + 2 * residual) * width + again)
+    of_activation = weights * width + tokens * (inside + 2 * residual) * width
+    return math.ceil(max(of_activation, _fp8(cfg, tokens)) + again)
+
+
+def _fp8(cfg: Config, tokens: int) -> int:
+    """While a layer's largest fp8 product is made, input gradients among them: its input and result; one operand in fp8 beside
+    the other, scaled in bf16 and then in fp8, or for the transposed weight in fp8 twice."""
+    if cfg.train.precision != "fp8":
+        return 0
+    m, tp, wide = cfg.model, cfg.parallel.tp, WEIGHT_BYTES["fp8"]
+    queries, keys = m.num_attention_heads // tp * head_dim(m), m.num_query_groups // tp * head_dim(m)
+    inside = m.ffn_hidden_size // tp
+    up = inside * (2 if m.activation == "swiglu" else 1)
+    products = ((m.hidden_size, queries + 2 * keys), (queries, m.hidden_size), (m.hidden_size, up), (inside, m.hidden_size))
+    return max(
+        wide * tokens * (i + o) + max((wide + 1) * tokens * of, tokens * of + (wide + 1) * i * o)
+        for i, o in products
+        for of in (i, o)
+    )

@@ -17,7 +17,7 @@ from megakit.planner.stage import StagePlan
 from megakit.planner.states import Line
 from megakit.planner.timing import StepTime
 from megakit.planner.traffic import AXES, Traffic
-from megakit.planner.widths import GIB
+from megakit.planner.widths import GIB, kept_as
 
 GB = 1e9
 
@@ -142,7 +142,7 @@ def _temporary(plan: Plan, stage: StagePlan) -> Line:
         kept = {line.name for chunk in stage.activations for line in chunk}
         beside = "the logits of a chunk"
         if "loss: probabilities" in kept:
-            beside = f"the logits in {plan.precision}, beside their fp32 probabilities"
+            beside = f"the logits in {kept_as(plan.precision)}, beside their fp32 probabilities"
         elif "loss: logits" in kept:
             beside = "nothing, the gradient takes the logits' place"
         what = f"at the loss: {beside}"

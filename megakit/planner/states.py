@@ -13,7 +13,7 @@ from megakit.modeling.layout import units
 from megakit.parallel.buckets import fill_buckets
 from megakit.parallel.grid import Grid
 from megakit.parallel.shard import ParamSpec
-from megakit.planner.widths import GRADIENT_BYTES, MASTER_BYTES, STATE_BYTES, WEIGHT_BYTES
+from megakit.planner.widths import GRADIENT_BYTES, MASTER_BYTES, STATE_BYTES, WEIGHT_BYTES, kept_as
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def _flat(cfg: Config, grid: Grid, chunks: Sequence[dict[str, ParamSpec]], held:
     shares = {algorithm: math.ceil(n / ranks) if zero >= 1 else n for algorithm, n in of.items()}
     gradients = math.ceil(elements / ranks) if zero >= 2 else elements
     lines = [
-        Line("weights", f"{elements:,} parameters x {width} B {cfg.train.precision}", elements * width),
+        Line("weights", f"{elements:,} parameters x {width} B {kept_as(cfg.train.precision)}", elements * width),
         Line("gradients", _shared(elements, ranks if zero >= 2 else 1, each, cfg.train.grad_dtype), gradients * each),
     ]
     for algorithm, n in shares.items():
@@ -91,7 +91,11 @@ def _rows(cfg: Config, grid: Grid, params: dict[str, ParamSpec], held: Sequence[
     elements = sum(spec.shard.numel for spec in held)
     gradients, each = elements if accumulates_whole(cfg, grid) else sum(shares), GRADIENT_BYTES[cfg.train.grad_dtype]
     lines = [
-        Line("weights, gathered", f"embedding, head, 2 layers: {gathered:,} x {width} B {cfg.train.precision}", gathered * width),
+        Line(
+            "weights, gathered",
+            f"embedding, head, 2 layers: {gathered:,} x {width} B {kept_as(cfg.train.precision)}",
+            gathered * width,
+        ),
         Line("gradients", f"{gradients:,} x {each} B fp32", gradients * each),
     ]
     for algorithm, n in of.items():
@@ -150,12 +154,12 @@ def formula(cfg: Config, grid: Grid) -> str:
     if fully_sharded(cfg, grid):
         whole = accumulates_whole(cfg, grid)
         return (
-            f"per parameter: {WEIGHT_BYTES[precision]} B {precision} weight of the embedding, the head and two layers +"
+            f"per parameter: {WEIGHT_BYTES[precision]} B {kept_as(precision)} weight of the embedding, the head and two layers +"
             f" {gradient} B fp32 gradient{' (whole until the last micro-batch)' if whole else divided} +"
             f" {optimizer}{divided} (ZeRO 3)"
         )
     return (
-        f"per parameter: {WEIGHT_BYTES[precision]} B {precision} weight + {gradient} B {cfg.train.grad_dtype} gradient"
+        f"per parameter: {WEIGHT_BYTES[precision]} B {kept_as(precision)} weight + {gradient} B {cfg.train.grad_dtype} gradient"
         f"{divided if zero >= 2 else ''} + {optimizer}{divided if zero >= 1 else ''} (ZeRO {zero})"
     )
 

@@ -147,6 +147,9 @@ def _recompute(w: Workload, step: StepTime, gpu: Gpu) -> Iterator[str]:
 def _precision(cfg: Config, gpu: Gpu) -> Iterator[str]:
     if gpu.name in NO_BF16 and cfg.train.precision == "bf16":
         yield f"train.precision = bf16: a {gpu.title} has no tensor cores for it: use train.precision=fp16"
+    if cfg.train.precision == "fp8" and gpu.fp8_tflops <= gpu.bf16_tflops:
+        bf16 = "fp16" if gpu.name in NO_BF16 else "bf16"
+        yield f"train.precision = fp8: a {gpu.title} has no tensor cores for it, a run is refused: use train.precision={bf16}"
 
 
 def _shapes(cfg: Config, grid: Grid, w: Workload) -> Iterator[str]:

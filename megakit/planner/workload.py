@@ -58,11 +58,13 @@ class Stack:
     """Transfers are cut over the tp ranks also without sequence parallelism."""
     dp_inside: bool = False
     """Ranks are numbered with dp inside of pp, so that a node has more ranks of a data parallel group."""
+    fp8_whole: bool = True
+    """With precision fp8 weight gradients are products in fp8, too, and sequence parallelism gathers what is fp8 already."""
     factor: float = 1.0
     """Time of a layer relative to the constants of the GPU: what one program does better or worse throughout."""
 
 
-MEGAKIT = Stack("megakit", fused=False, loss_bytes=40)
+MEGAKIT = Stack("megakit", fused=False, loss_bytes=40, fp8_whole=False)
 
 
 @dataclass(frozen=True)

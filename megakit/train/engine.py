@@ -30,7 +30,8 @@ from megakit.parallel.tensor import Region
 from megakit.parallel.weights import RandomSource, Source
 from megakit.parallel.zero import Boxes, FlatBuffers
 
-PRECISION = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+PRECISION = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+"""Of weights and activations; fp8 is used inside of products only."""
 
 
 class Engine:
@@ -39,7 +40,7 @@ class Engine:
     def __init__(self, cfg: Config, state: ParallelState, comm: Comm):
         self.cfg, self.state, self.comm = cfg, state, comm
         tp = state.size("tp")
-        self.ops, self.ops_note = choose(cfg.ops, state.device)
+        self.ops, self.ops_note = choose(cfg.ops, state.device, cfg.train.precision)
         """The implementation of the fused operators, and what to tell the user of it."""
         self.region = Region(comm, cfg.parallel.sequence_parallel and tp > 1, ops=self.ops)
         self.placement = model_placement(cfg)

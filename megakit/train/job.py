@@ -134,7 +134,7 @@ def _announce(
 
 def _is_slow(precision: str) -> bool:
     """On this CPU, which has to emulate it."""
-    return precision == "fp16" or (precision == "bf16" and not has_bf16())
+    return precision in ("fp16", "fp8") or (precision == "bf16" and not has_bf16())
 
 
 def _generate(cfg: Config, engine: Engine, tokenizer: Tokenizer, writer: MetricsWriter | None) -> None:

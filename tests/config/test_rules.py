@@ -59,6 +59,9 @@ LLAMA3 = ["model.rope_scaling=llama3", *YARN[1:], "model.rope_low_freq_factor=1"
         # operators
         (["ops.attention=te", "parallel.cp=2"], ["ops.attention = te", "parallel.cp = 2", "ops.attention=null"]),
         (["ops.attention=te", "data.isolate_documents=true"], ["ops.attention = te", "isolate_documents", "ops.attention=null"]),
+        (["train.precision=fp8", "model.ffn_hidden_size=168"], ["model.ffn_hidden_size / parallel.tp = 168", "multiple of 16"]),
+        (["train.precision=fp8", "model.hidden_size=72", "model.num_attention_heads=2", "model.num_query_groups=2"],
+         ["model.hidden_size = 72", "train.precision=bf16"]),
         (["ops.rope=te"], ["ops.rope = te is not one of torch | csrc"]),
         (["ops.attention=apex"], ["ops.attention = apex is not one of torch | te"]),
         (["ops.backend=transformer_engine"], ["did you mean te"]),

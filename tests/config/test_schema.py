@@ -74,7 +74,6 @@ def test_words_not_in_the_list_are_refused(name: str):
 @pytest.mark.parametrize(
     ("override", "instead"),
     [
-        ("train.precision=fp8", "bf16, fp16 or fp32"),
         ("checkpoint.async=true", "false"),
     ],
 )

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from megakit.config.schema import Config, ModelConfig, ParallelConfig, TrainConfig
+from megakit.config.schema import Config, ModelConfig, OpsConfig, ParallelConfig, TrainConfig
 from megakit.modeling.layout import rank_stages
 from megakit.parallel.grid import Grid
 from megakit.planner.activations import Operators, deferred
-from megakit.planner.memory import MEGATRON_2021, TRANSFORMER_ENGINE, held_at, peaks
+from megakit.planner.memory import MEGATRON_2021, TRANSFORMER_ENGINE, _fp8, held_at, peaks
 from megakit.planner.widths import GIB
 
 LLAMA = ModelConfig(
@@ -125,3 +125,20 @@ def test_zero_3_reduces_a_layers_gradients_beside_the_next_layer():
     layer = 2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 28672 + 2 * 8192
     head = 2 * 128256 * 8192
     assert reducing(zero3_reduce="microbatch") == 4 * layer + head and reducing(zero3_reduce="step") == head
+
+
+def test_fp8_is_planned_as_bf16_but_for_a_moment():
+    """Weights, masters and activations are those of bf16. The copies in fp8 are counted where they are a layer's largest moment:
+    of a wide model's weight beside few tokens, one in bf16 and one in fp8 beside an input in fp8."""
+
+    def cfg(precision: str, seq_len: int = 4096) -> Config:
+        made = run(tp=8)
+        return replace(made, train=replace(made.train, precision=precision, seq_len=seq_len), ops=OpsConfig(loss_chunk=1))
+
+    for seq_len in (4096, 64):
+        (narrow,), (wide,) = peaks(cfg("fp8", seq_len)), peaks(cfg("bf16", seq_len))
+        assert (narrow.states, narrow.activations, narrow.moving) == (wide.states, wide.activations, wide.moving)
+        assert narrow.temporaries >= wide.temporaries
+    i, o, tokens = LLAMA.hidden_size, 2 * LLAMA.ffn_hidden_size // 8, 64
+    assert _fp8(cfg("fp8"), tokens) == 2 * tokens * (i + o) + tokens * i + 3 * i * o
+    assert _fp8(cfg("bf16"), tokens) == 0

@@ -252,6 +252,7 @@ def test_blocking_launches_cost_the_host_once_forward_and_twice_backward():
 
 def test_in_fp8_what_sequence_parallelism_cuts_is_cast_before_it_is_gathered():
     w = replace(seventy("parallel.tp=8"), precision="fp8")
+    w = replace(w, stack=replace(w.stack, fp8_whole=True))
     cut, whole = (Kernels(replace(w, sequence_parallel=s), H100, Links(w, H100)) for s in (True, False))
     h, queries, keys, ffn, up = w.hidden, w.hidden / 8, w.hidden / 64, w.ffn / 8, w.ffn / 4
     byte = w.micro_batch_size * w.seq * H100.fitted.cast / (H100.memory_tb_s * 1e12 * kernels.STREAM)
@@ -264,6 +265,21 @@ def test_in_fp8_what_sequence_parallelism_cuts_is_cast_before_it_is_gathered():
     assert cut.tensor_traffic()[:2] == pytest.approx((3 * one, 4 * one))
     wide = Kernels(replace(w, precision="bf16"), H100, Links(w, H100))
     assert wide.tensor_traffic()[:2] == pytest.approx((4 * one, 6 * one))
+
+
+def test_this_programs_fp8_is_of_products_only():
+    """Weight gradients and gathers are those of bf16; casts, of torch's operators, cost more than those of a fused program."""
+    theirs = replace(seventy("parallel.tp=8"), precision="fp8")
+    theirs = replace(theirs, stack=replace(theirs.stack, fp8_whole=True))
+    ours, wide = replace(theirs, stack=replace(theirs.stack, fp8_whole=False)), replace(theirs, precision="bf16")
+    links = Links(theirs, H100)
+    a, b, c = (Kernels(w, H100, links).layer() for w in (ours, theirs, wide))
+    assert a.weight_gradient.gemm == c.weight_gradient.gemm > 1.5 * b.weight_gradient.gemm
+    assert a.forward.gemm == b.forward.gemm < 0.7 * c.forward.gemm
+    assert (a.forward.tp, a.input_gradient.tp) == (c.forward.tp, c.input_gradient.tp)
+    moved = 10 * (ours.layer_elements + Kernels(ours, H100, links).rows * (ours.hidden * (2 + 1 / 8) + ours.ffn / 8))
+    launches = 8 * kernels.QUANTIZATION * kernels.LAUNCH
+    assert a.forward.memory - c.forward.memory == pytest.approx(moved / (H100.memory_tb_s * 1e12 * kernels.STREAM) + launches)
 
 
 def test_larger_buckets_pay_their_latency_less_often():

@@ -26,6 +26,8 @@ GOOD = ["+recipe=llama7b"]
         (["parallel.cp=16", "train.global_batch_size=64"], "% of the step: use parallel.cp="),
         (["parallel.zero=3", "parallel.zero_group=32", "cluster.network_gb_s=3"],
          "of the step: use parallel.zero_group=8, which shards inside a node, or train.global_batch_size=2048 or more"),
+        (["cluster.name=a100_80g", "train.precision=fp8"],
+         "has no tensor cores for it, a run is refused: use train.precision=bf16"),
         (["cluster.name=v100"], "train.precision = bf16: a V100 SXM2 32 GB has no tensor cores for it: use train.precision=fp16"),
         (["cluster.nodes=128"],
          "% of the step: use parallel.bucket_size=1024000000 ("),
