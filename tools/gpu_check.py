@@ -1,319 +1,175 @@
-"""The kernels of csrc/ on a GPU: are they right, and how near do they come to a plain copy's bandwidth?
+"""The kernels of csrc/ on a GPU: are they right, how fast are they beside others, and what is a training step's MFU?
 
-    python -m megakit.ops.build && python tools/gpu_check.py [--out benchmarks/results] [--quick]
+    python -m megakit.ops.build && python tools/gpu_check.py [--out benchmarks/results] [--quick] [--only PART ...]
 
-Each kernel at the shapes of a layer of Llama 7B (sequence 4096, micro-batch 4), in bf16: its error beside float64, and its
-GB/s (bytes that it must move over its time) beside torch's operators, the same under torch.compile, and a copy measured in
-the same run. A JSON file with date and device is written. Exit code 1 if a result is wrong. --quick, or a machine without a
-GPU, takes small shapes and the emulation: it shows that the script works, its times mean nothing.
+At most six minutes on one H100 or H200. Its parts, each in processes of its own and with its own time:
+
+  numerics   each kernel, forward and backward, in bf16, fp16 and fp32, beside float64
+  sanitizer  compute-sanitizer's memcheck and racecheck over all of them, where the tool is installed
+  speed      GB/s of each at the shapes of a layer of Llama 7B (sequence 4096, micro-batch 4, bf16) beside a copy measured in the
+             same run, torch's operators, the same under torch.compile, and Liger-Kernel where it is installed
+  step       a training step of 8 such layers: ours with the kernels and with torch's operators, transformers with torch.compile
+             and Liger-Kernel, and plain transformers; the same batch, optimizer and precision
+
+A table is printed, and a JSON file with date, device and versions written. A part that fails, or takes too long, is named and
+the others go on. --quick, or a machine without a GPU, takes tiny sizes and the emulation: it shows that the script works, its
+times mean nothing. Exit codes: 0 all is right, whether or not the goals are reached; 1 a kernel is wrong, a sanitizer found
+something, or a part failed; 2 there are no kernels to check.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
-import itertools
+import importlib.metadata
 import json
-import statistics
+import os
+import platform
+import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from megakit import __version__
 from megakit.errors import Refused
-from megakit.ops.activation import gelu, swiglu
-from megakit.ops.backends import CSRC
-from megakit.ops.dropout import dropout_add
 from megakit.ops.fused.library import Missing, load
-from megakit.ops.loss import loss_gradient_, loss_stats
-from megakit.ops.norm import add_norm, norm
-from megakit.ops.optimizer import AdamShard, adamw_, square_sum
-from megakit.ops.rope import rotate
-from megakit.ops.softmax import softmax
+from tools.gpu import tables
+from tools.gpu.jobs import Done, Job, run_jobs
+from tools.gpu.step import PROGRAMS
 
-TOLERANCE = 6e-3
-"""Norm of the error over the norm of the result: a few roundings of bf16."""
-BUDGET_S = 240
-"""Cases that would begin later are left out, and named."""
+PARTS: dict[str, int] = {"numerics": 45, "sanitizer": 75, "speed": 95, "step": sum(PROGRAMS.values())}
+"""Seconds of each at most: 355 in all."""
+TOOLS = ("memcheck", "racecheck")
+GOALS = {"share_of_copy": 0.90, "mfu": 0.60}
+PACKAGES = ("torch", "triton", "transformers", "liger-kernel", "numpy")
 
-Run = Callable[..., Any]
-
-
-@dataclass
-class Case:
-    """A forward pass, and a backward pass where `grads` is not empty."""
-
-    name: str
-    inputs: tuple[torch.Tensor, ...]
-    ours: Run
-    theirs: Run
-    """torch's operators, for the time and, in float64, for the values."""
-    forward_bytes: int
-    backward_bytes: int = 0
-    random: bool = False
-    """The two draw other numbers: only the time is compared."""
-    compiles: bool = True
-    """torch's operators are more than one kernel."""
+Report = dict[str, Any]
 
 
-@dataclass
-class Row:
-    """Of one pass."""
+def check(parts: list[str], device: torch.device, small: bool, tell: Callable[[str, float], None]) -> Report:
+    """Run the parts; `tell` hears what is being done, and the share of the time that is through."""
+    report: Report = {**_header(device), "small": small, "goals": GOALS, "parts": {}}
+    total, through = sum(PARTS[name] for name in parts), 0.0
+    for name in parts:
+        jobs, missing = _jobs(name, small)
+        started = time.monotonic()
 
-    name: str
-    error: float | None
-    gb_s: float
-    share_of_copy: float
-    eager_gb_s: float
-    compiled_gb_s: float | None
+        def hear(what: str, name: str = name, before: float = through, started: float = started) -> None:
+            share = min(PARTS[name], time.monotonic() - started)
+            tell(f"{name}: {what}", (before + share) / total)
 
-
-def cases(device: torch.device, small: bool) -> Iterator[Case]:
-    """bf16, made one after the other: they fill much of a small GPU."""
-    seq, batch, h, f, heads, v = (8, 2, 64, 96, 4, 512) if small else (4096, 4, 4096, 11008, 32, 32000)
-    n = seq * batch
-    row, wide = 2 * n * h, 2 * n * f
-
-    def rand(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, device=device, dtype=torch.bfloat16).requires_grad_()
-
-    x, r, w, b = rand(seq, batch, h), rand(seq, batch, h), rand(h), rand(h)
-    yield Case(
-        "RMSNorm",
-        (x, w),
-        lambda x, w: norm(x, w, None, 1e-5, CSRC),
-        lambda x, w: F.rms_norm(x, w.shape, w, 1e-5),
-        2 * row,
-        3 * row,
-    )
-    yield Case(
-        "LayerNorm",
-        (x, w, b),
-        lambda x, w, b: norm(x, w, b, 1e-5, CSRC),
-        lambda x, w, b: F.layer_norm(x, w.shape, w, b, 1e-5),
-        2 * row,
-        3 * row,
-    )
-    yield Case(
-        "RMSNorm of a sum",
-        (x, r, w),
-        lambda x, r, w: add_norm(x, r, w, None, 1e-5, CSRC),
-        lambda x, r, w: (F.rms_norm(x + r, w.shape, w, 1e-5), x + r),
-        4 * row,
-        4 * row,
-    )
-    qk = rand(seq, batch, 2 * heads, h // heads)
-    angle = torch.outer(torch.arange(seq, device=device), 1e4 ** -torch.linspace(0, 1, h // heads // 2, device=device))
-    table = angle.cos()[:, None, None], angle.sin()[:, None, None]
-    yield Case("rotary", (qk,), lambda x: rotate(x, table, backend=CSRC), lambda x: rotate(x, table), 4 * row, 4 * row)
-    g = rand(seq, batch, 2 * f)
-    yield Case("SwiGLU", (g,), lambda x: swiglu(x, CSRC), lambda x: F.silu(x[..., :f]) * x[..., f:], 3 * wide, 5 * wide)
-    u, ub = rand(seq, batch, f), rand(f)
-    yield Case(
-        "GELU with a bias",
-        (u, ub),
-        lambda x, b: gelu(x, b, True, CSRC),
-        lambda x, b: F.gelu(x + b, approximate="tanh"),
-        2 * wide,
-        3 * wide,
-    )
-    del g, u
-    z = (3 * rand(n // 4, v)).detach()
-    labels = torch.randint(v, (n // 4,), device=device)
-    one = torch.ones((), device=device)
-    keys: dict[str, Any] = {"cols": v, "first": 0, "ignore": -100, "vocab": v, "smoothing": 0.0, "z_loss": 0.0}
-
-    def whole_loss(z: torch.Tensor) -> torch.Tensor:
-        top, exps, *_ = loss_stats(z, labels, v, 0, CSRC)
-        return loss_gradient_(z, top, exps, one, labels, **keys, backend=CSRC)
-
-    def plain_loss(z: torch.Tensor) -> torch.Tensor:
-        return torch.softmax(z.to(torch.promote_types(z.dtype, torch.float32)), -1) - F.one_hot(labels, v)
-
-    yield Case("cross entropy, both passes", (z,), whole_loss, plain_loss, 3 * z.nbytes)
-    scores = rand(1, 2, 16, 64) if small else rand(batch, 2, seq, seq)
-    yield Case(
-        "causal softmax",
-        (scores,),
-        lambda x: softmax(x, 0.1, True, None, CSRC),
-        lambda x: softmax(x, 0.1, True),
-        3 * scores.nbytes // 2,  # half of the scores is not read
-        3 * scores.nbytes,
-    )
-    yield Case(
-        "dropout and add",
-        (x, r),
-        lambda x, r: dropout_add(x, r, 0.1, 7),
-        lambda x, r: r + F.dropout(x, 0.1),
-        3 * row,
-        2 * row,
-        True,
-    )
+        done = run_jobs(jobs, hear)
+        through += PARTS[name]
+        found = [row for job in done for row in job.rows]
+        report["parts"][name] = {
+            "seconds": round(time.monotonic() - started, 1),
+            "budget_s": PARTS[name],
+            "results": _sanitized(done) if name == "sanitizer" else found,
+            "failed": [f"{job.name}: {job.failed}" for job in done if job.failed and name != "sanitizer"],
+            "missing": missing,
+        }
+    report["wrong"] = wrong(report)
+    return report
 
 
-def flat_cases(device: torch.device, small: bool) -> Iterator[Case]:
-    """Of the optimizer, fp32, without a backward pass."""
-    n = 5000 if small else 1 << 27
-    w, m, g = (torch.randn(n, device=device) for _ in range(3))
-    v = torch.rand(n, device=device)
-    yield Case("squared norm", (g,), lambda x: square_sum(x, CSRC), square_sum, 4 * n, compiles=False)
-
-    def ours(w: torch.Tensor, m: torch.Tensor, v: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
-        adamw_([AdamShard(w, m, v, g, None, 1e-2, 0.1)], 3, (0.9, 0.95), 1e-8)
-        return w
-
-    def theirs(w: torch.Tensor, m: torch.Tensor, v: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
-        step = [torch.full((), 2.0, device=device)]  # it is counted up
-        numbers: dict[str, Any] = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1, "eps": 1e-8}
-        torch._fused_adamw_([w], [g], [m], [v], [], step, **numbers, amsgrad=False, maximize=False)
-        return w
-
-    yield Case("AdamW", (w, m, v, g), ours, theirs, 28 * n, compiles=False)
+def _jobs(part: str, small: bool) -> tuple[list[list[Job]], list[str]]:
+    """Rounds of jobs that run side by side; and what can't be run, with the reason."""
+    budget = PARTS[part]
+    if part == "step":
+        return [[_worker(f"step:{program}", seconds, small)] for program, seconds in PROGRAMS.items()], []
+    if part != "sanitizer":
+        return [[_worker(part, budget, small)]], []
+    tool = shutil.which("compute-sanitizer")
+    if tool is None:
+        return [], ["compute-sanitizer is not in PATH: it comes with the CUDA toolkit"]
+    worker = _worker("drive", budget, small)
+    # torch's own allocator would put buffers side by side in one allocation
+    uncached = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    words = [(name, [tool, "--tool", name, "--error-exitcode", "86", *worker.command]) for name in TOOLS]
+    return [[Job(name, command, budget, uncached) for name, command in words]], []
 
 
-class Clock:
-    """Seconds of a call: median of several, the caches flushed before each on a GPU."""
-
-    def __init__(self, device: torch.device, small: bool):
-        self.device, self.repeats = device, 2 if small else 15
-        self._flush = torch.empty(1 if small else 1 << 28, dtype=torch.uint8, device=device)
-
-    def __call__(self, run: Callable[[], Any]) -> float:
-        run()
-        return statistics.median(self._once(run) for _ in range(self.repeats))
-
-    def _once(self, run: Callable[[], Any]) -> float:
-        self._flush.zero_()
-        if self.device.type != "cuda":
-            started = time.perf_counter()
-            run()
-            return time.perf_counter() - started
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        run()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) / 1e3
+def _worker(job: str, budget: float, small: bool) -> Job:
+    """Nothing new is begun in the last part of its time: starting and ending take some too."""
+    command = [sys.executable, "-m", "tools.gpu.worker", job, str(0.8 * budget - 6), *(["--small"] if small else [])]
+    return Job(job, command, budget)
 
 
-def copy_ceiling(device: torch.device, clock: Clock, small: bool) -> float:
-    """GB/s of a copy, read and written bytes counted."""
-    x = torch.zeros(1 << (12 if small else 30), dtype=torch.uint8, device=device)
-    y = torch.empty_like(x)
-    return 2 * x.nbytes / clock(lambda: y.copy_(x)) / 1e9
+def _sanitized(done: list[Done]) -> list[Report]:
+    return [{"tool": job.name, "clean": not job.failed, "words": job.failed} for job in done]
 
 
-def results(
-    run: Run, inputs: tuple[torch.Tensor, ...]
-) -> tuple[list[torch.Tensor], list[torch.Tensor], Callable[[], Any] | None]:
-    """What it returns, the gradients for a random one, alike for both, and the backward pass alone, to be timed."""
-    out = run(*inputs)
-    outs = [out] if isinstance(out, torch.Tensor) else list(out)
-    wanted = [t for t in inputs if t.requires_grad]
-    if not wanted:
-        return outs, [], None
-    seed = torch.Generator(outs[0].device).manual_seed(1)
-    given = [torch.randn(o.shape, generator=seed, device=o.device).bfloat16().to(o.dtype) for o in outs]
-
-    def backward() -> tuple[torch.Tensor, ...]:
-        return torch.autograd.grad(outs, wanted, given, retain_graph=True)
-
-    return outs, list(backward()), backward
+def wrong(report: Report) -> list[str]:
+    """What exit code 1 is for."""
+    parts = report["parts"]
+    out = [f"{r['name']} in {r['dtype']}, {r['sizes']}" for r in parts.get("numerics", {}).get("results", []) if r["wrong"]]
+    out += [f"{r['tool']}: {r['words']}" for r in parts.get("sanitizer", {}).get("results", []) if not r["clean"]]
+    return out + [words for part in parts.values() for words in part["failed"]]
 
 
-def error(got: list[torch.Tensor], want: list[torch.Tensor]) -> float:
-    """The largest over the tensors; NaN counts as infinite."""
-    each = [((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-30)).item() for a, b in zip(got, want)]
-    return max((e if e == e else float("inf") for e in each), default=0.0)
-
-
-def rows(case: Case, clock: Clock, ceiling: float, compiles: bool) -> Iterator[Row]:
-    """One for each pass."""
-    mine, my_grads, my_backward = results(
-        case.ours, tuple(t.clone().detach().requires_grad_(t.requires_grad) for t in case.inputs)
-    )
-    exact = tuple(t.detach().double().requires_grad_(t.requires_grad) for t in case.inputs)
-    want, want_grads, _ = results(case.theirs, exact)
-    forward_error = None if case.random else error(mine, want)
-    backward_error = None if case.random else error(my_grads, want_grads)
-    del exact, want, want_grads
-    _, _, their_backward = results(case.theirs, case.inputs)
-    compiled = torch.compile(case.theirs) if compiles else None
-    compiled_backward = results(compiled, case.inputs)[2] if compiled else None
-
-    def row(name: str, worst: float | None, size: int, ours: Any, theirs: Any, quick: Any) -> Row:
-        speed = size / clock(ours) / 1e9
-        fast = size / clock(quick) / 1e9 if quick else None
-        return Row(name, worst, speed, speed / ceiling, size / clock(theirs) / 1e9, fast)
-
-    inputs = case.inputs
-    with torch.no_grad():
-        quick = (lambda: compiled(*inputs)) if compiled else None
-        yield row(case.name, forward_error, case.forward_bytes, lambda: case.ours(*inputs), lambda: case.theirs(*inputs), quick)
-    if case.backward_bytes:
-        yield row(f"{case.name}, backward", backward_error, case.backward_bytes, my_backward, their_backward, compiled_backward)
-
-
-def check(device: torch.device, small: bool) -> dict[str, Any]:
-    """All cases that there is time for."""
-    started, torch_name = time.monotonic(), torch.__version__
-    torch.manual_seed(0)
-    clock = Clock(device, small)
-    ceiling = copy_ceiling(device, clock, small)
-    found: list[Row] = []
-    left: list[str] = []
-    for case in itertools.chain(flat_cases(device, small), cases(device, small)):
-        if time.monotonic() - started > BUDGET_S:
-            left.append(case.name)
-            continue
-        for row in rows(case, clock, ceiling, compiles=case.compiles and device.type == "cuda"):
-            found.append(row)
-            print(_line(row), flush=True)
+def _header(device: torch.device) -> Report:
+    gpu = device.type == "cuda"
+    versions = {name: _version(name) for name in PACKAGES}
     return {
-        "date": datetime.date.today().isoformat(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu, emulated",
-        "torch": torch_name,
-        "small": small,
-        "copy_gb_s": ceiling,
-        "kernels": [asdict(row) for row in found],
-        "wrong": [row.name for row in found if row.error is not None and not row.error < TOLERANCE],
-        "left_out": left,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "device": torch.cuda.get_device_name(device) if gpu else "cpu, emulated",
+        "memory_gib": round(torch.cuda.get_device_properties(device).total_memory / 2**30, 1) if gpu else None,
+        "versions": {"megakit": __version__, "python": platform.python_version(), "cuda": torch.version.cuda, **versions},
     }
 
 
-def _line(row: Row) -> str:
-    wrong = "" if row.error is None else f"  error {row.error:.1e}"
-    compiled = "" if row.compiled_gb_s is None else f"  compiled {row.compiled_gb_s:7.1f}"
-    return (
-        f"{row.name:30s} {row.gb_s:7.1f} GB/s = {row.share_of_copy:4.0%} of a copy  eager {row.eager_gb_s:7.1f}{compiled}{wrong}"
-    )
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _device() -> torch.device:
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        load(device.type)
+    except Missing as e:
+        raise Refused(str(e)) from e
+    return device
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the JSON file")
-    parser.add_argument("--quick", action="store_true", help="small shapes")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="these parts")
     args = parser.parse_args(argv)
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     try:
-        try:
-            load(device.type)
-        except Missing as e:
-            raise Refused(str(e)) from e
-        found = check(device, args.quick or device.type == "cpu")
+        device = _device()
     except Refused as e:
         print(f"megakit: {e}", file=sys.stderr)
         return e.code
+    # the context of this process would take a GPU's memory from the others: it only asks for names
+    columns = (BarColumn(), TextColumn("{task.percentage:3.0f}%"), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task("", total=1.0)
+        small = args.quick or device.type == "cpu"
+        report = check(args.only, device, small, lambda words, share: progress.update(bar, completed=share, description=words))
+        progress.update(bar, completed=1.0)
+    path = args.out / f"gpu-{_slug(report['device'])}-{report['date'][:19].replace(':', '')}.json"
     args.out.mkdir(parents=True, exist_ok=True)
-    name = f"kernels-{found['device'].replace(', ', '-').replace(' ', '-').lower()}-{found['date']}.json"
-    (args.out / name).write_text(json.dumps(found, indent=1) + "\n")
-    print(f"{args.out / name}: wrong: {', '.join(found['wrong']) or 'none'}; left out: {', '.join(found['left_out']) or 'none'}")
-    return int(bool(found["wrong"]))
+    aside = path.with_suffix(".part")
+    aside.write_text(json.dumps(report, indent=1) + "\n")
+    os.replace(aside, path)
+    Console(width=max(100, Console().width)).print(tables.render(report))
+    print(path)
+    return int(bool(report["wrong"]))
+
+
+def _slug(device: str) -> str:
+    return "-".join("".join(c if c.isalnum() else " " for c in device.lower()).split())
 
 
 if __name__ == "__main__":
