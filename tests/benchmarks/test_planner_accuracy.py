@@ -228,3 +228,15 @@ def test_the_rows_that_no_fit_has_seen_can_all_be_judged():
     good, bad = rows.runs(rows.read(Path(planner_accuracy.__file__).parent / "accuracy" / "unseen.csv"))
     assert len(good) == 56 and not bad
     assert {r.group for r in good} >= {"BigScience, a100_80g, fp16", "NVIDIA, h100, bf16", "NVIDIA, h100, fp8"}
+
+
+@pytest.mark.skipif(not planner_accuracy.DEFAULT.is_file(), reason="the published runs are not here")
+def test_the_page_says_what_the_command_prints():
+    """But for what is fitted anew for it, which takes minutes."""
+    page = planner_accuracy.DOC.read_text().splitlines()
+    printed = planner_accuracy.markdown(planner_accuracy.report(rows.read(planner_accuracy.DEFAULT), False)).splitlines()
+    lines = [line for line in printed if line.startswith("|")]
+    groups, others = [x for x in lines if x.count("|") > 8], [x for x in lines if x.count("|") <= 8]
+    assert len(groups) > 20 and set(others) <= set(page)
+    begins = ["|".join(line.split("|")[:5]) + "|" for line in groups]  # group, rows, models, the error as shipped
+    assert [b for b in begins if not any(line.startswith(b) for line in page)] == []
