@@ -7,6 +7,7 @@ bubble, what is exposed of the data parallel traffic, the optimizer and straggle
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -111,17 +112,17 @@ class _Step:
             self.transfer = self.links.pp(self.kernels.rows * w.hidden * BYTES[w.precision])
         overlapped = w.stack.pp_overlap and w.virtual_stages > 1
         self.pp_share = PP_EXPOSED if overlapped else 1.0
-        self.made: dict[tuple[int, bool, bool], tuple[Parts, Parts, float]] = {}
+        self.made: dict[tuple[int, bool, bool], tuple[Parts, Parts, StageTime]] = {}
 
-    def stage(self, index: int) -> tuple[Parts, Parts, float]:
-        """A stage's forward and backward parts, and the seconds of its weight gradients."""
+    def stage(self, index: int) -> tuple[Parts, Parts, StageTime]:
+        """A stage's forward and backward parts, and its seconds: the same objects for stages that are alike."""
         layers, count = self.w.stage_layers[index], len(self.w.stage_layers)
         key = (layers, index == 0, index == count - 1)
         if key not in self.made:
             self.made[key] = self._stage(*key)
         return self.made[key]
 
-    def _stage(self, layers: int, first: bool, last: bool) -> tuple[Parts, Parts, float]:
+    def _stage(self, layers: int, first: bool, last: bool) -> tuple[Parts, Parts, StageTime]:
         pieces: list[tuple[Piece, int]] = [(self.layer, layers)]
         pieces += [(self.embedding, 1)] * first + [(self.head, 1)] * last
         forward, backward, weights = Parts(), Parts(), 0.0
@@ -135,14 +136,10 @@ class _Step:
         moved = self.transfer * self.pp_share
         forward = forward._replace(pp=0.0 if last else moved)
         backward = backward._replace(pp=0.0 if first else moved)
-        return forward, backward, weights
+        return forward, backward, StageTime(sum(forward), sum(backward), weights)
 
     def stage_times(self) -> tuple[StageTime, ...]:
-        out = []
-        for index in range(len(self.w.stage_layers)):
-            forward, backward, weights = self.stage(index)
-            out.append(StageTime(sum(forward), sum(backward), weights))
-        return tuple(out)
+        return tuple(self.stage(index)[2] for index in range(len(self.w.stage_layers)))
 
     def time(self, waits: bool = True) -> StepTime:
         w, m = self.w, self.w.micro_batches
@@ -152,9 +149,9 @@ class _Step:
         worst = max(range(w.pp), key=lambda r: busy[r])
         pipeline = _pipeline(w, stages, ranks, busy) if waits or w.schedule != "zb_v" else _without_waits(w, stages, busy)
         parts, hidden_tp, hidden_cp = Parts(), 0.0, 0.0
+        for (forward, backward, _), alike in Counter(self.stage(s) for s in ranks[worst]).items():
+            parts = parts.plus(forward, m * alike).plus(backward, m * alike)
         for s in ranks[worst]:
-            forward, backward, _ = self.stage(s)
-            parts = parts.plus(forward, m).plus(backward, m)
             hidden_tp += m * w.stage_layers[s] * self.layer.hidden_tp
             hidden_cp += m * w.stage_layers[s] * self.layer.hidden_cp
         bubble = pipeline - m * busy[worst]
