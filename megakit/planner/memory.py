@@ -1,13 +1,14 @@
 """Peak of live bytes of each stage: states, the activations in flight, and what lives for a moment.
 
-Nothing is fitted. Two instants are compared, by what stands in memory beside the states:
+Nothing is fitted. Instants are compared, by what stands in memory beside the states:
 
     loss     all that is kept, the fp32 probabilities among it, and beside them the logits in the compute type, or later their
              gradient (other programs: the head's weight gradient in fp32)
     layers   all that is kept without the loss, and of the layer at work the weight gradients in the compute type, the
              gradients of its MLP and of two residuals, and, where it is recomputed, what it keeps
+    tables   with ZeRO 3, when embedding and head are reduced: their gradients and a copy
 
-Beside both stand what is on its way between stages and the tokens of the step.
+Beside all stand what is on its way between stages and the tokens of the step.
 
 The operators are a parameter: published peaks are of programs with other ones. What a process holds beside its tensors
 (context, communication buffers, fragmentation) is not in it. No torch here.
@@ -55,7 +56,7 @@ class Peak:
     moving: int
     """On their way between stages, and the tokens of the step."""
     instant: str
-    """loss | layers."""
+    """loss | layers | tables."""
 
     @property
     def total(self) -> int:
@@ -81,14 +82,16 @@ class Held:
     """Bytes of whole gradient buckets that ZeRO 2 has not cut yet."""
     reducing: int
     """Bytes of whole gradients beside the layer at work under ZeRO 3: of the layer that is being reduced, and of the head."""
+    root: int
+    """The same at the end of the backward pass, when embedding and head are reduced."""
 
 
 def held_at(cfg: Config, grid: Grid, rank: int) -> Held:
     """Of a resolved recipe."""
     layouts = rank_stages(cfg, rank)
     chunks = [stage_params(cfg, layout, grid.tp, 0) for layout in layouts]
-    buckets, reducing = _whole_buckets(cfg, grid, chunks), _being_reduced(cfg, grid, layouts, chunks)
-    return Held(rank, layouts, chunks, states(cfg, grid, chunks), buckets, reducing)
+    buckets, (reducing, root) = _whole_buckets(cfg, grid, chunks), _being_reduced(cfg, grid, layouts, chunks)
+    return Held(rank, layouts, chunks, states(cfg, grid, chunks), buckets, reducing, root)
 
 
 def stage_peak(cfg: Config, grid: Grid, rank: int, row: Sequence[Op], operators: Operators | None = None) -> Peak:
@@ -109,6 +112,8 @@ def peak_with(cfg: Config, grid: Grid, held: Held, row: Sequence[Op], operators:
     if any(layout.last for layout in layouts):
         of_loss = _loss(cfg, grid, operators) + held.buckets
         at.append(Peak(rank, held.states.total, _in_flight(cfg, layouts, row, lines), of_loss, moving, "loss"))
+    if held.root:
+        at.append(Peak(rank, held.states.total, 0, held.root, moving, "tables"))
     return max(at, key=lambda x: x.total)
 
 
@@ -154,16 +159,22 @@ def _whole_buckets(cfg: Config, grid: Grid, chunks: Sequence[dict[str, ParamSpec
     return sum(largest) * GRADIENT_BYTES[cfg.train.grad_dtype]
 
 
-def _being_reduced(cfg: Config, grid: Grid, layouts: Sequence[StageLayout], chunks: Sequence[dict[str, ParamSpec]]) -> int:
-    """ZeRO 3: fully_shard reduces a copy of a layer's gradients while the next layer is at work, unless they are kept whole;
-    the head's, in the compute type, wait for the end of the backward pass."""
+def _being_reduced(
+    cfg: Config, grid: Grid, layouts: Sequence[StageLayout], chunks: Sequence[dict[str, ParamSpec]]
+) -> tuple[int, int]:
+    """ZeRO 3, beside the layer at work, and when embedding and head are reduced: fully_shard reduces a copy of a layer's
+    gradients while the next layer is at work, unless they are kept whole; the head's and the embedding's, in the compute type,
+    wait for the end of the backward pass, where they are copied in their turn."""
     if not fully_sharded(cfg, grid):
-        return 0
+        return 0, 0
+    width, each = WEIGHT_BYTES[cfg.train.precision], GRADIENT_BYTES[cfg.train.grad_dtype]
     head = padded_vocabulary(cfg.model, grid.tp) // grid.tp * cfg.model.hidden_size if layouts[-1].last else 0
-    layer = 0
-    if not accumulates_whole(cfg, grid):
-        layer = max((sum(p.shard.numel for p in unit) for chunk in chunks for unit in units(chunk)[1:]), default=0)
-    return layer * GRADIENT_BYTES[cfg.train.grad_dtype] + head * WEIGHT_BYTES[cfg.train.precision]
+    cut = [[sum(p.shard.numel for p in unit) for unit in units(chunk)] for chunk in chunks]
+    tables = max(unit[0] for unit in cut)
+    if accumulates_whole(cfg, grid):
+        return head * width, tables * each
+    layer = max((n for unit in cut for n in unit[1:]), default=0)
+    return layer * each + head * width, layer * each + tables * (width + each)
 
 
 def _of_loss(kept: Kept) -> bool:

@@ -146,6 +146,8 @@ def _temporary(plan: Plan, stage: StagePlan) -> Line:
         elif "loss: logits" in kept:
             beside = "nothing, the gradient takes the logits' place"
         what = f"at the loss: {beside}"
+    elif stage.instant == "tables":
+        what = "when embedding and head are reduced: their gradients and a copy, and that of a layer"
     else:
         again = ", and what it keeps, made again" if plan.recompute == "full" else ""
         what = f"at the backward pass of a layer: its weight and activation gradients{again}"

@@ -51,7 +51,7 @@ class StagePlan:
     moving_bytes: int
     """On their way between stages, and the tokens of the step."""
     instant: str
-    """That moment: loss (logits and probabilities) | layers (the backward pass of one)."""
+    """That moment: loss (logits and probabilities) | layers (the backward pass of one) | tables (their reduction, ZeRO 3)."""
     in_flight: int
     """Forward passes of a chunk whose activations it keeps at once, at most."""
     traffic: list[Traffic]

@@ -166,6 +166,7 @@ BOUNDED = {
     "loss by chunks, zb_h1": {"pp": 2, "schedule": "zb_h1", "model__vocab_size": 20000, "ops__loss_chunk": 50},
     "loss by chunks, zero 3": {"zero": 3, "dp": 2, "train__seq_len": 1024, "model__vocab_size": 20000, "ops__loss_chunk": 32},
     "zero 3, whole": {"zero": 3, "dp": 2, "zero3_reduce": "step"},
+    "zero 3, large tables": {"zero": 3, "dp": 2, "model__vocab_size": 20000, "train__seq_len": 16},
 }
 
 
