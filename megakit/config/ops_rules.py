@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megakit.config.cures import Broken, broken_alone
+from megakit.config.keys import show
 from megakit.config.schema import Config
 
 FP8_UNIT = 16
@@ -18,12 +19,29 @@ def check(cfg: Config) -> None:
         ):
             if value:
                 raise broken_alone("ops.attention", "te", beside, None, [{name: 1 if name == "parallel.cp" else False}])
-    if cfg.train.precision == "fp8":
+    ops, precision = cfg.ops, cfg.train.precision
+    if ops.fp8 is not None and precision != "fp8":
+        raise broken_alone("ops.fp8", ops.fp8, f"train.precision = {precision}", None, [{"train.precision": "fp8"}])
+    if ops.fp8_recipe is not None and ops.fp8 != "te":
+        raise broken_alone("ops.fp8_recipe", ops.fp8_recipe, f"ops.fp8 = {show(ops.fp8)}", None, [{"ops.fp8": "te"}])
+    if precision == "fp8":
         _check_fp8(cfg)
 
 
 def _check_fp8(cfg: Config) -> None:
-    m, tp = cfg.model, cfg.parallel.tp
+    m, p, tp = cfg.model, cfg.parallel, cfg.parallel.tp
+    if cfg.ops.fp8 in ("te", "torchao") and p.schedule in ("zb_h1", "zb_v"):
+        raise Broken(
+            f"ops.fp8 = {cfg.ops.fp8} makes weight gradients at once, parallel.schedule = {p.schedule} puts them off",
+            [{"ops.fp8": "torch"}],
+            [{"parallel.schedule": "1f1b"}],
+        )
+    if cfg.ops.fp8_recipe == "delayed" and p.recompute == "full":
+        raise Broken(
+            "ops.fp8_recipe = delayed would count what parallel.recompute = full computes again",
+            [{"ops.fp8_recipe": "current"}],
+            [{"parallel.recompute": "selective"}],
+        )
     width = m.hidden_size // m.num_attention_heads
     sizes = {
         "model.hidden_size": m.hidden_size,

@@ -173,6 +173,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "launch.device": ("auto", "cuda", "cpu"),
     "ops.backend": ("auto", "torch", "csrc", "te", "apex"),
     **{f"ops.{name}": words for name, words in OPERATORS.items()},
+    "ops.fp8": ("torch", "te", "torchao"),
+    "ops.fp8_recipe": ("current", "delayed", "mxfp8"),
 }
 
 

@@ -352,6 +352,11 @@ class OpsConfig:
     """AdamW's step and the squared norm of the gradient (that of apex is torch's): torch | csrc | apex."""
     attention: Optional[str] = None
     """The attention core: torch (scaled_dot_product_attention) | te (DotProductAttention; not with cp or isolated documents)."""
+    fp8: Optional[str] = None
+    """Who makes the products of train.precision=fp8: torch (torch._scaled_mm) | te | torchao; null: torch."""
+    fp8_recipe: Optional[str] = None
+    """Scaling of ops.fp8=te: current (by the largest values of now) | delayed (of before) | mxfp8 (blocks of 32; Blackwell);
+    null: current."""
 
 
 @dataclass

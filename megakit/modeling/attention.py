@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megakit.config.schema import Config
 from megakit.modeling.balance import head_dim
-from megakit.ops import te
+from megakit.ops import fp8, te
 from megakit.ops.backends import CSRC, TE, suits
 from megakit.ops.rope import rotate, rotate_
 from megakit.parallel.context import Exchange, context_attention
@@ -37,6 +37,8 @@ class Attention(nn.Module):
         self.recompute_core = cfg.parallel.recompute == "selective"
         self.qkv_weight, self.qkv_bias = params[f"{name}.qkv.weight"], params.get(f"{name}.qkv.bias")
         self.out_weight, self.out_bias = params[f"{name}.out.weight"], params.get(f"{name}.out.bias")
+        self.qkv_narrow = fp8.layer(self.qkv_weight, region.ops.fp8, region.ops.fp8_recipe)
+        self.out_narrow = fp8.layer(self.out_weight, region.ops.fp8, region.ops.fp8_recipe)
         self.library: nn.Module | None = None
         if region.ops.attention == TE and cfg.parallel.cp == 1 and not cfg.data.isolate_documents:
             self.library = te.attention(self.heads, self.groups, self.head_dim, self.dropout)
@@ -44,12 +46,12 @@ class Attention(nn.Module):
     def forward(
         self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor] | None, seed: int, documents_SB: torch.Tensor | None = None
     ) -> torch.Tensor:
-        qkv = column_linear(x, self.qkv_weight, self.qkv_bias, self.region, self.region.ops.fp8)
+        qkv = column_linear(x, self.qkv_weight, self.qkv_bias, self.region, self.qkv_narrow)
         if self.recompute_core and torch.is_grad_enabled():
             y = checkpoint(self.core, qkv, rope, seed, documents_SB, use_reentrant=False, preserve_rng_state=False)
         else:
             y = self.core(qkv, rope, seed, documents_SB)
-        return row_linear(y, self.out_weight, self.out_bias, self.region, self.region.ops.fp8)
+        return row_linear(y, self.out_weight, self.out_bias, self.region, self.out_narrow)
 
     def core(
         self,

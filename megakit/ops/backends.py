@@ -41,8 +41,10 @@ class Backends:
     """The step of all shards, and the squared norm of the gradient."""
     attention: str = TORCH
     """The core, of whole sequences; with context parallelism or documents it is torch's."""
-    fp8: bool = False
-    """The products of the layers' linear layers are in fp8."""
+    fp8: str = ""
+    """Who makes the products of the layers' linear layers in fp8: torch | te | torchao; "": they are in the compute type."""
+    fp8_recipe: str = "current"
+    """Its scaling."""
 
     def __str__(self) -> str:
         """By backend: "csrc: norm, rope; torch: loss"."""
@@ -56,8 +58,9 @@ def choose(cfg: OpsConfig, device: torch.device, precision: str = "bf16") -> tup
     Without a usable library csrc becomes torch. Raises Refused where te, apex or fp8 are asked for and can't be used.
     """
     wanted = {name: _wanted(cfg, name, device) for name in OPERATORS}
-    if precision == "fp8":
-        fp8.check(device)
+    narrow = (cfg.fp8 or TORCH) if precision == "fp8" else ""
+    if narrow:
+        fp8.check(device, narrow)
     for library, check in ((TE, te.check), (APEX, apex.check)):
         names = [name for name, backend in wanted.items() if backend == library]
         if names:
@@ -70,7 +73,7 @@ def choose(cfg: OpsConfig, device: torch.device, precision: str = "bf16") -> tup
         except Missing as e:
             wanted = {name: TORCH if backend == CSRC else backend for name, backend in wanted.items()}
             missing = f"NOTE: torch's operators are used, not the fused kernels: {e}"
-    chosen = Backends(**wanted, fp8=precision == "fp8")
+    chosen = Backends(**wanted, fp8=narrow, fp8_recipe=cfg.fp8_recipe or "current")
     if all(backend == TORCH for backend in wanted.values()):
         return chosen, missing
     emulated = " (emulated on the CPU: for tests, slow)" if device.type == "cpu" and CSRC in wanted.values() else ""

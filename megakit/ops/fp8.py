@@ -7,13 +7,18 @@ this file: it is made of what came, in bf16, and added in fp32 (gemm.py). Nothin
 Scaling is current and per tensor: a tensor is divided by the least power of two that brings its largest value into the
 format's range. By a power of two, so that a value's rounding doesn't depend on its neighbours: a weight that is cut over ranks
 is rounded as the whole one is, but for values below 2^-14 of the largest, which lose bits.
+
+Or Transformer Engine's or torchao's layers make all three products.
 """
 
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from megakit.errors import Refused
+from megakit.ops import te
+from megakit.ops.libraries import needed
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 OLDEST = (8, 9)
@@ -22,13 +27,38 @@ EXPONENTS = (-126, 126)
 """Of a scale: its inverse is a normal fp32 and bf16 number, too."""
 
 
-def check(device: torch.device) -> None:
-    """Raises Refused on a GPU without fp8. A CPU emulates it, for tests."""
+TORCHAO = "torchao.float8.float8_linear"
+TORCHAO_CURE = "install it by pip install torchao, or use ops.fp8=torch"
+
+
+def check(device: torch.device, backend: str = "torch") -> None:
+    """Raises Refused on a GPU without fp8, or without the library. A CPU emulates torch's and torchao's, for tests."""
+    if backend == "te":
+        te.check("ops.fp8 = te", device, ("linear",))
+    if backend == "torchao":
+        needed("ops.fp8 = torchao", "torchao", "torchao", TORCHAO, ("Float8Linear",), TORCHAO_CURE)
     if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < OLDEST:
         raise Refused(
             f"train.precision = fp8 needs a GPU of compute capability 8.9 or newer, and {torch.cuda.get_device_name(device)} has"
             f" {capability[0]}.{capability[1]}: use train.precision=bf16"
         )
+
+
+def layer(weight: nn.Parameter, backend: str, recipe: str) -> bool | nn.Module:
+    """What parallel/tensor.py's layers take as `narrow` for this weight [O, I]; `backend` and `recipe` as in ops/backends.py."""
+    if backend == "te":
+        return te.Linear(weight, recipe)
+    return torchao_linear(weight) if backend == "torchao" else backend == "torch"
+
+
+def torchao_linear(weight: nn.Parameter) -> nn.Module:
+    """x [..., I] -> [..., O] by torchao's Float8Linear (0.18) with this weight [O, I]: all three products in fp8, current scales
+    per tensor, powers of two. The weight's gradient goes to autograd."""
+    torchao = needed("ops.fp8 = torchao", "torchao", "torchao", TORCHAO, (), TORCHAO_CURE)
+    config = needed("ops.fp8 = torchao", "torchao", "torchao", "torchao.float8", (), TORCHAO_CURE).Float8LinearConfig
+    plain = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    plain.weight = weight
+    return torchao.Float8Linear.from_float(plain, config(round_scales_to_power_of_2=True))
 
 
 def quantize(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

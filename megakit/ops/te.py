@@ -1,7 +1,7 @@
-"""Transformer Engine's operators: norms and attention. Imported when a run asks for them, never before.
+"""Transformer Engine's operators: norms, attention and fp8 linear layers. Imported when a run asks for them, never before.
 
-Signatures are those of Transformer Engine 2.10 and newer (transformer_engine/pytorch/module/{layernorm,rmsnorm}.py and
-attention/dot_product_attention). Its modules take our parameters: nothing is held twice.
+Signatures are those of Transformer Engine 2.10 and newer (transformer_engine/pytorch: module/{layernorm,rmsnorm,linear}.py,
+attention/dot_product_attention, quantization.py; common/recipe). Its modules take our parameters: nothing is held twice.
 """
 
 from __future__ import annotations
@@ -60,3 +60,28 @@ def attention(heads: int, groups: int, head_dim: int, dropout: float) -> nn.Modu
         qkv_format="sbhd",
         attn_mask_type="causal",
     )
+
+
+RECIPES = {"current": "Float8CurrentScaling", "delayed": "DelayedScaling", "mxfp8": "MXFP8BlockScaling"}
+
+
+class Linear(nn.Module):
+    """x [..., I] -> [..., O], all three products in fp8; the weight's gradient goes to autograd.
+
+    With this weight [O, I]; recipe: current | delayed | mxfp8.
+    """
+
+    def __init__(self, weight: nn.Parameter, recipe: str):
+        super().__init__()
+        te = library("ops.fp8 = te")
+        names = ("DelayedScaling", "Float8CurrentScaling", "MXFP8BlockScaling")
+        recipes = needed("ops.fp8 = te", TITLE, "transformer_engine", "transformer_engine.common.recipe", names, CURE)
+        # each rank's own largest values: a scale is used where it was made, what travels is bf16
+        more = {"reduce_amax": False} if recipe == "delayed" else {}
+        self.recipe, self.autocast = getattr(recipes, RECIPES[recipe])(**more), te.autocast
+        self.module = te.Linear(weight.shape[1], weight.shape[0], bias=False, params_dtype=weight.dtype, device="meta")
+        self.module.weight = weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with self.autocast(enabled=True, recipe=self.recipe):
+            return self.module(x)

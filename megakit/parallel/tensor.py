@@ -16,11 +16,15 @@ from typing import Protocol
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from megakit.ops import fp8
 from megakit.ops.backends import Backends
 from megakit.ops.gemm import accumulate_outer
 from megakit.parallel.comm import Comm, Handle
+
+Narrow = bool | nn.Module
+"""Whether the products of a layer are in fp8; or a library's layer that makes them so, with the layer's weight."""
 
 
 class GradSink(Protocol):
@@ -120,6 +124,32 @@ def _gather_and_accumulate(g: torch.Tensor, x: torch.Tensor, region: Region, col
     _accumulate(total, g if column else region.leave_backward(g), region.enter(x).wait() if column else x)
 
 
+class _Enter(torch.autograd.Function):
+    """Into the tensor-parallel region, before a library's product."""
+
+    @staticmethod
+    def forward(ctx, x, region: Region):
+        ctx.region = region
+        return region.enter(x).wait()
+
+    @staticmethod
+    def backward(ctx, g):
+        return ctx.region.enter_backward(ctx.region.comm.partial(g.contiguous(), "tp")).wait(), None
+
+
+class _Leave(torch.autograd.Function):
+    """Out of it, behind one."""
+
+    @staticmethod
+    def forward(ctx, y, region: Region):
+        ctx.region = region
+        return region.leave(region.comm.partial(y.contiguous(), "tp"))
+
+    @staticmethod
+    def backward(ctx, g):
+        return ctx.region.leave_backward(g), None
+
+
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx, weight, ids_SB, region: Region):
@@ -148,18 +178,24 @@ def _scatter_rows(g: torch.Tensor, local: torch.Tensor, mine: torch.Tensor, regi
 
 
 def column_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, region: Region, narrow: bool = False
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, region: Region, narrow: Narrow = False
 ) -> torch.Tensor:
     """x [s, B, I] -> [S, B, O]; weight [O, I] and bias [O] are this rank's cut of the output features; narrow: in fp8."""
+    if isinstance(narrow, nn.Module):
+        y = narrow(_Enter.apply(x, region))
+        return y if bias is None else y + bias
     return _Linear.apply(x, weight, bias, region, "column", narrow)
 
 
 def row_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, region: Region, narrow: bool = False
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, region: Region, narrow: Narrow = False
 ) -> torch.Tensor:
     """x [S, B, I] -> [s, B, O]; weight [O, I] is this rank's cut of the input features, bias [O] is replicated; narrow: in
     fp8."""
-    y = _Linear.apply(x, weight, None, region, "row", narrow)
+    if isinstance(narrow, nn.Module):
+        y = _Leave.apply(narrow(x), region)
+    else:
+        y = _Linear.apply(x, weight, None, region, "row", narrow)
     return y if bias is None else y + bias
 
 

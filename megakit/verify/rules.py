@@ -20,7 +20,7 @@ from megakit.parallel.context import Exchange, _Gathered, _Ring
 from megakit.parallel.head import _LinearCrossEntropy
 from megakit.parallel.loss import _CrossEntropy, _FusedCrossEntropy
 from megakit.parallel.random import _Dropout
-from megakit.parallel.tensor import Region, _Embedding, _Linear
+from megakit.parallel.tensor import Region, _Embedding, _Enter, _Leave, _Linear
 
 Type = Any
 """A tensor or an `NdimWithSpmdType`: what the rules take and give."""
@@ -117,9 +117,9 @@ RULES: dict[type[torch.autograd.Function], Rule] = {
     _SwiGLU: swiglu,
 }
 
-KERNELS: set[type[torch.autograd.Function]] = {RotateInPlace, _FusedCrossEntropy, _LinearCrossEntropy}
+KERNELS: set[type[torch.autograd.Function]] = {RotateInPlace, _FusedCrossEntropy, _LinearCrossEntropy, _Enter, _Leave}
 """Functions that the check of types never meets: it steps torch's operators and whole logits, with the same messages
-(tests/train/test_fused.py)."""
+(tests/train/test_fused.py, test_fp8.py)."""
 
 TRUSTED: set[type[torch.autograd.Function]] = {_Dropout}
 """Functions whose body is not followed: their random masks have no type. Their rule is taken at its word."""

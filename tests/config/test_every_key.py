@@ -215,6 +215,10 @@ PROOFS: dict[str, Changes | Refuses | Permits] = {
     "ops.dropout_add": Changes("csrc", see.operators),
     "ops.adamw": Changes("csrc", see.operators),
     "ops.attention": Changes("te", see.operators),
+    "ops.fp8": Changes("torchao", see.operators, {"train.precision": "fp8", "model.ffn_hidden_size": 192}),
+    "ops.fp8_recipe": Changes(
+        "delayed", see.operators, {"train.precision": "fp8", "model.ffn_hidden_size": 192, "ops.fp8": "te"}
+    ),
     "run.name": Changes("other", see.whole_run, RUN),
     "run.dir": Changes("elsewhere", see.whole_run, RUN),
     "run.dry_run": Changes(True, see.command),

@@ -121,6 +121,84 @@ class DotProductAttention(nn.Module):
         return y.permute(2, 0, 1, 3).flatten(2)
 
 
+ACTIVE: list[object] = []
+"""Recipes of the autocast contexts that are entered."""
+
+
+@contextlib.contextmanager
+def autocast(enabled=True, calibrating=False, recipe=None, amax_reduction_group=None, _graph=False):
+    ACTIVE.append(recipe if enabled else None)
+    yield
+    ACTIVE.pop()
+
+
+class Linear(nn.Module):
+    def __init__(
+        self,
+        in_features,
+        out_features,
+        sequence_parallel=False,
+        fuse_wgrad_accumulation=False,
+        tp_group=None,
+        tp_size=1,
+        get_rng_state_tracker=None,
+        rng_tracker_name=None,
+        init_method=None,
+        bias=True,
+        return_bias=False,
+        params_dtype=None,
+        parallel_mode=None,
+        parameters_split=None,
+        device="cuda",
+        ub_overlap_ag=False,
+        ub_overlap_rs=False,
+        ub_overlap_rs_dgrad=False,
+        ub_bulk_dgrad=False,
+        ub_bulk_wgrad=False,
+        ub_name=None,
+        delay_wgrad_compute=False,
+        symmetric_ar_type=None,
+        save_original_input=False,
+        name=None,
+    ):
+        super().__init__()
+        assert not bias and tp_size == 1
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=params_dtype))
+
+    def forward(self, inp, is_first_microbatch=None, fp8_output=False, fp8_grad=False):
+        assert isinstance(ACTIVE[-1], Recipe), "in bf16: no recipe is active"
+        return F.linear(inp, self.weight)
+
+
+class Recipe:
+    pass
+
+
+class DelayedScaling(Recipe):
+    def __init__(
+        self,
+        margin=0,
+        fp8_format=None,
+        amax_history_len=1024,
+        amax_compute_algo="max",
+        scaling_factor_compute_algo=None,
+        reduce_amax=True,
+        fp8_dpa=False,
+        fp8_mha=False,
+    ):
+        assert not reduce_amax, "it would reduce over a group that it isn't given"
+
+
+class Float8CurrentScaling(Recipe):
+    def __init__(self, use_power_2_scales=False, fp8_format=None):
+        pass
+
+
+class MXFP8BlockScaling(Recipe):
+    def __init__(self, margin=0, fp8_format=None):
+        pass
+
+
 def fused_rms_norm_affine(input, weight, normalized_shape, eps=1e-6, memory_efficient=False):
     return F.rms_norm(input, normalized_shape, weight, eps)
 
@@ -176,9 +254,15 @@ def module(name: str, **content: object) -> ModuleType:
 
 def transformer_engine(version: str = "2.20.2") -> dict[str, ModuleType]:
     """What `import transformer_engine.pytorch` finds."""
-    made = (RMSNorm, LayerNorm, DotProductAttention)
-    te = module("transformer_engine.pytorch", **{c.__name__: c for c in made}, Linear=None, autocast=None)
-    return {"transformer_engine": module("transformer_engine", __version__=version, pytorch=te), "transformer_engine.pytorch": te}
+    made = (RMSNorm, LayerNorm, DotProductAttention, Linear, autocast)
+    te = module("transformer_engine.pytorch", **{c.__name__: c for c in made})
+    recipes = (DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling)
+    return {
+        "transformer_engine": module("transformer_engine", __version__=version, pytorch=te),
+        "transformer_engine.pytorch": te,
+        "transformer_engine.common": module("transformer_engine.common"),
+        "transformer_engine.common.recipe": module("recipe", **{c.__name__: c for c in recipes}),
+    }
 
 
 def apex() -> dict[str, ModuleType]:

@@ -92,6 +92,14 @@ def test_too_old(version):
         assert f"Transformer Engine 2.10 or newer, and transformer_engine {version} is installed" in refusal(OpsConfig("te"))
 
 
+def test_fp8_without_the_library():
+    for made, module in (("te", "transformer_engine"), ("torchao", "torchao")):
+        with installed({module: None}), pytest.raises(Refused, match=rf"ops\.fp8 = {made} needs .*, which is not installed: "):
+            choose(OpsConfig(fp8=made), CUDA, "fp8")
+    with installed({"torchao": None, "transformer_engine": None}):
+        assert choose(OpsConfig(), CPU, "fp8")[0] == Backends(fp8="torch")
+
+
 def test_other_apex():
     """The package of that name on PyPI, one without CUDA extensions, and one that is too old."""
     others = {"apex.normalization": None, "apex.optimizers": None}

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from megakit.ops import fp8
+from tests.ops import stand_ins
 from tests.tiny import tiny
-from tests.train.parity import Result, engine, masters, micro_batches, train
+from tests.train.parity import Result, engine, masters, micro_batches, train, worst
 
 BATCH = {"train__global_batch_size": 4, "train__seq_len": 16, "model__ffn_hidden_size": 192}
 
@@ -84,3 +85,36 @@ def test_recomputation_changes_nothing(pools, family):
     assert again.curve == plain.curve
     for name, t in masters([again.after]).items():
         torch.testing.assert_close(t, masters([plain.after])[name], rtol=0, atol=0)
+
+
+def by_te(cfg) -> Result:
+    with stand_ins.installed(stand_ins.transformer_engine()):
+        assert engine(cfg).ops.fp8 == "te"
+        return train(cfg)
+
+
+LIBRARY = {name: cell for name, cell in LAYOUTS.items() if "zb_h1" not in name} | {"one rank": (1, {})}
+
+
+@pytest.mark.parametrize(
+    ("cell", "recipe"), [*((cell, None) for cell in LIBRARY), ("one rank", "delayed"), ("one rank", "mxfp8")]
+)
+def test_layers_of_transformer_engine(pools, cell, recipe):
+    """A stand-in with its signatures whose products are bf16: all else is as in bf16, on each layout."""
+    ranks, keys = LIBRARY[cell]
+    for family in ("llama", "gpt2"):
+        wide = pools(ranks).run(train, config(family, train__precision="bf16", **keys))
+        theirs = pools(ranks).run(by_te, config(family, ops__fp8="te", ops__fp8_recipe=recipe, **keys))
+        assert worst(theirs[0].curve[:1], wide[0].curve[:1]) < 1e-2, family
+        assert theirs[0].curve[0][0] == pytest.approx(wide[0].curve[0][0], rel=1e-3)
+
+
+@pytest.mark.parametrize("cell", ["one rank", "tp 2, sequence parallel", "ZeRO 3 over 2"])
+def test_layers_of_torchao(pools, cell):
+    """The library itself: near this program's own products; torchao's weight gradients are fp8, too."""
+    pytest.importorskip("torchao.float8")
+    ranks, keys = LIBRARY[cell]
+    own, theirs = (pools(ranks).run(train, config(ops__fp8=made, **keys)) for made in ("torch", "torchao"))
+    assert theirs[0].curve != own[0].curve
+    assert theirs[0].curve[0][0] == pytest.approx(own[0].curve[0][0], rel=2e-3)
+    assert theirs[0].curve[0][1] == pytest.approx(own[0].curve[0][1], rel=5e-2)

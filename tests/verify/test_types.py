@@ -156,7 +156,7 @@ def unreduced_output(self, y):
 
 def bias_before_the_reduction(patch):
     for module in (attention, mlp):
-        patch.setattr(module, "row_linear", lambda x, w, b, region: tensor._Linear.apply(x, w, b, region, "row"))
+        patch.setattr(module, "row_linear", lambda x, w, b, region, narrow: tensor._Linear.apply(x, w, b, region, "row", narrow))
 
 
 class Gather(torch.autograd.Function):
