@@ -74,10 +74,13 @@ def choose(cfg: OpsConfig, device: torch.device, precision: str = "bf16") -> tup
             wanted = {name: TORCH if backend == CSRC else backend for name, backend in wanted.items()}
             missing = f"NOTE: torch's operators are used, not the fused kernels: {e}"
     chosen = Backends(**wanted, fp8=narrow, fp8_recipe=cfg.fp8_recipe or "current")
-    if all(backend == TORCH for backend in wanted.values()):
-        return chosen, missing
-    emulated = " (emulated on the CPU: for tests, slow)" if device.type == "cpu" and CSRC in wanted.values() else ""
-    return chosen, f"operators: {chosen}{emulated}" + (f". {missing}" if missing else "")
+    told = []
+    if any(backend != TORCH for backend in wanted.values()):
+        emulated = " (emulated on the CPU: for tests, slow)" if device.type == "cpu" and CSRC in wanted.values() else ""
+        told = [f"operators: {chosen}{emulated}"]
+    if narrow:
+        told.append(f"products in fp8: {narrow}" + (f", {chosen.fp8_recipe} scaling" if narrow == TE else ""))
+    return chosen, ". ".join([*told, missing] if missing else told)
 
 
 def _wanted(cfg: OpsConfig, name: str, device: torch.device) -> str:

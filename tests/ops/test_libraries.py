@@ -97,7 +97,11 @@ def test_fp8_without_the_library():
         with installed({module: None}), pytest.raises(Refused, match=rf"ops\.fp8 = {made} needs .*, which is not installed: "):
             choose(OpsConfig(fp8=made), CUDA, "fp8")
     with installed({"torchao": None, "transformer_engine": None}):
-        assert choose(OpsConfig(), CPU, "fp8")[0] == Backends(fp8="torch")
+        assert choose(OpsConfig(), CPU, "fp8") == (Backends(fp8="torch"), "products in fp8: torch")
+    with installed(stand_ins.transformer_engine(), gpu=True), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+        _, words = choose(OpsConfig("torch", fp8="te", fp8_recipe="mxfp8"), CUDA, "fp8")
+        assert words == "products in fp8: te, mxfp8 scaling"
 
 
 def test_other_apex():
