@@ -24,6 +24,7 @@ from pathlib import Path
 from megakit.errors import Refused
 from megakit.ops import build
 from megakit.ops.folder import SOURCES
+from megakit.ops.fused.norm import backward_blocks
 
 PATH = SOURCES / "LEDGER.md"
 ARCHITECTURE = "90a"
@@ -181,15 +182,16 @@ def traffic(e: Emulation) -> list[Moved]:
 
 
 def _norms(e: Emulation) -> Iterator[Moved]:
-    """124 rows per persistent block, as 16,384 rows are on 132 multiprocessors."""
-    rows, blocks, h = 372, 3, 4096
-    row, stat = 2 * rows * h, 4 * rows
-    a, b, c, d = (Buffer(row) for _ in range(4))
-    w, s, m, dw, db, part = (Buffer(n) for n in (2 * h, stat, stat, 2 * h, 2 * h, 8 * blocks * h))
-    shape = f"{rows} x {h}"
+    """As many rows for each persistent block as it gets of 16,384 on 132 multiprocessors."""
+    blocks, h, most = 3, 4096, 405
+    a, b, c, d = (Buffer(2 * most * h) for _ in range(4))
+    w, s, m, dw, db, part = (Buffer(n) for n in (2 * h, 4 * most, 4 * most, 2 * h, 2 * h, 8 * blocks * h))
     for kind, mean, bias, weights in (("RMSNorm", None, None, 1), ("LayerNorm", m, db, 2)):
         for of, added, sums in (("", None, 0), (" of a sum", d, 1)):
-            few, to = weights * (2 * h + stat), c if added else None
+            rows = blocks * (16384 // backward_blocks(132, 16384, h, 2, weights == 2, bool(sums)))
+            assert rows <= most
+            shape, row = f"{rows} x {h}", 2 * rows * h
+            few, to = weights * (2 * h + 4 * rows), c if added else None
             call = ("mk_norm_forward", a, to, mean, s, b, added, w, bias, rows, h, 1e-5, BF16)
             yield e.moved(f"{kind}{of}, forward", shape, (2 + 2 * sums) * row + few, call)
             back = ("mk_norm_backward", a, dw, bias, part, b, added, c, w, mean, s, rows, h, blocks, BF16)

@@ -58,30 +58,60 @@ __global__ __launch_bounds__(THREADS) void norm_forward(T* y, T* sum, float* mea
   }
 }
 
+// What a thread has of a row on its way: its columns of h, dy and, if it is added, dsum.
+template <class T, int VEC, int STEPS>
+struct Row {
+  Vec<T, VEC> h[STEPS], g[STEPS], d[STEPS];
+  float rstd, mean;
+};
+
 // With n = (h - mean) rstd and g = dy weight: dx = rstd (g - mean(g) - n mean(g n)) (+ dsum), without mean(g) for RMSNorm.
 // Each of the persistent blocks sums dweight = dy n and dbias = dy over its rows in registers, and writes one partial row.
+// There are about as many blocks as multiprocessors, since each partial row costs bytes. So that a block alone keeps the memory
+// busy, also while it waits for its reduction, the next AHEAD rows are on their way while one is computed.
 template <class T, int VEC, int THREADS, int ELEMENTS, bool LAYER>
 __global__ __launch_bounds__(THREADS, 1) void norm_backward(T* dx, float* part_weight, float* part_bias, const T* dy, const T* dsum,
                                                          const T* h, const T* weight, const float* mean_in,
                                                          const float* rstd_in, long long rows, int cols) {
   constexpr int STEPS = ELEMENTS / VEC;
   constexpr bool HOLD = STEPS * ((VEC * sizeof(T) + 3) / 4) <= 8;  // else registers don't do: the row is read again, from L1
+  constexpr int AHEAD = HOLD && THREADS <= 256 ? 2 : 0;            // 512 threads have 128 registers each; their rows are long
   MK_SHARED(Pair, part, THREADS / 32);
   float dweight[STEPS][VEC] = {}, dbias[LAYER ? STEPS : 1][VEC] = {};
+  Row<T, VEC, STEPS> held[AHEAD + 1];
+  const auto fetch = [&](Row<T, VEC, STEPS>& to, long long r) {
+    if (!MK_WITHIN(r, rows)) return;
+    to.rstd = load(rstd_in + r);
+    to.mean = LAYER ? load(mean_in + r) : 0.f;
+    if constexpr (!HOLD) return;
+    MK_UNROLL for (int k = 0; k < STEPS; k++) {
+      const int c = (k * THREADS + int(threadIdx.x)) * VEC;
+      if (MK_WITHIN(c, cols)) {
+        to.h[k] = load<T, VEC>(h + r * cols + c);
+        to.g[k] = load<T, VEC>(dy + r * cols + c);
+        if constexpr (AHEAD > 0)
+          if (dsum) to.d[k] = load<T, VEC>(dsum + r * cols + c);
+      }
+    }
+  };
+  MK_UNROLL for (int a = 0; a < AHEAD; a++) fetch(held[a], blockIdx.x + (long long)a * gridDim.x);
   for (long long r = blockIdx.x; MK_WITHIN(r, rows); r += gridDim.x) {
     const long long row = r * cols;
-    const float rstd = load(rstd_in + r), mean = LAYER ? load(mean_in + r) : 0.f;
-    Vec<T, VEC> hs[STEPS], gs[STEPS];
+    fetch(held[AHEAD], r + (long long)AHEAD * gridDim.x);
+    Row<T, VEC, STEPS>& now = held[0];
+    const float rstd = now.rstd, mean = now.mean;
     Pair total = {0.f, 0.f};
     MK_UNROLL for (int k = 0; k < STEPS; k++) {
       const int c = (k * THREADS + int(threadIdx.x)) * VEC;
       if (MK_WITHIN(c, cols)) {
-        hs[k] = load<T, VEC>(h + row + c);
-        gs[k] = load<T, VEC>(dy + row + c);
+        if constexpr (!HOLD) {
+          now.h[k] = load<T, VEC>(h + row + c);
+          now.g[k] = load<T, VEC>(dy + row + c);
+        }
         float w[VEC];
         load_floats(w, weight + c);
         MK_UNROLL for (int i = 0; i < VEC; i++) {
-          const float n = (to_float(hs[k].v[i]) - mean) * rstd, d = to_float(gs[k].v[i]);
+          const float n = (to_float(now.h[k].v[i]) - mean) * rstd, d = to_float(now.g[k].v[i]);
           dweight[k][i] += d * n;
           if constexpr (LAYER) dbias[k][i] += d;
           total = total + Pair{d * w[i], d * w[i] * n};
@@ -95,18 +125,22 @@ __global__ __launch_bounds__(THREADS, 1) void norm_backward(T* dx, float* part_w
       if (MK_WITHIN(c, cols)) {
         float w[VEC], d[VEC] = {};
         load_floats(w, weight + c);
-        if (dsum) load_floats(d, dsum + row + c);
+        if (dsum) {
+          if constexpr (AHEAD == 0) now.d[k] = load<T, VEC>(dsum + row + c);
+          MK_UNROLL for (int i = 0; i < VEC; i++) d[i] = to_float(now.d[k].v[i]);
+        }
         if constexpr (!HOLD) {
-          hs[k] = load<T, VEC>(h + row + c);
-          gs[k] = load<T, VEC>(dy + row + c);
+          now.h[k] = load<T, VEC>(h + row + c);
+          now.g[k] = load<T, VEC>(dy + row + c);
         }
         MK_UNROLL for (int i = 0; i < VEC; i++) {
-          const float n = (to_float(hs[k].v[i]) - mean) * rstd;
-          d[i] += rstd * (to_float(gs[k].v[i]) * w[i] - mean_g - n * mean_gn);
+          const float n = (to_float(now.h[k].v[i]) - mean) * rstd;
+          d[i] += rstd * (to_float(now.g[k].v[i]) * w[i] - mean_g - n * mean_gn);
         }
         store_floats(dx + row + c, d);
       }
     }
+    MK_UNROLL for (int a = 0; a < AHEAD; a++) held[a] = held[a + 1];
   }
   MK_UNROLL for (int k = 0; k < STEPS; k++) {
     const int c = (k * THREADS + int(threadIdx.x)) * VEC;

@@ -10,6 +10,7 @@ import pytest
 
 from megakit.ops import build
 from megakit.ops.fused.library import ABI_VERSION
+from megakit.ops.fused.norm import ROWS_AHEAD, backward_blocks
 from tools import kernel_ledger as ledger
 
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc: the kernels are not compiled for GPUs here")
@@ -31,7 +32,9 @@ def moved(tmp_path_factory):
 def test_no_kernel_spills(kernels):
     assert len(kernels) > 150 and {k.name.split("<")[0] for k in kernels} >= {"norm_forward", "rope", "adamw", "loss_backward"}
     assert [k.name for k in kernels if k.spilled] == []
-    assert all(k.occupancy >= 0.25 for k in kernels if ledger.of_training(k))
+    for k in kernels:  # a norm's backward runs one block on a multiprocessor, which has two rows on their way
+        one = k.threads / 2048 if k.name.startswith("norm_backward") else 0.25
+        assert k.occupancy >= one or not ledger.of_training(k), k.name
 
 
 @needs_nvcc
@@ -45,10 +48,10 @@ def test_what_training_meets_is_accessed_16_bytes_at_a_time(kernels):
 
 
 def test_bytes_moved_are_the_least_possible(moved):
-    """Within 2%; the backward of a LayerNorm without a residual has two partial sums beside three rows."""
+    """Within 2%."""
     assert len(moved) == 20
     for m in moved:
-        assert 0.999 < m.bus / m.least <= (1.022 if m.name == "LayerNorm, backward" else 1.02), m
+        assert 0.999 < m.bus / m.least <= 1.02, m
         assert m.sectors <= 1.02, f"{m.name}: accesses are not coalesced"
 
 
@@ -79,3 +82,18 @@ def test_the_whole_library_for_gpus(tmp_path):
     build.build(target, tmp_path)
     library = ctypes.CDLL(str(tmp_path / target.name))
     assert library.megakit_abi_version() == ABI_VERSION
+
+
+def test_persistent_blocks_of_a_norm():
+    """Of 16,384 rows of 4,096 in bf16 on 132 multiprocessors: each block has two rows of 16 or 24 KB on their way."""
+    for layer, added, blocks in ((False, False, 132), (False, True, 132), (True, False, 121), (True, True, 132)):
+        found = backward_blocks(132, 16384, 4096, 2, layer, added)
+        assert found == blocks
+        partial = found * 4096 * 4 * 2 * (2 if layer else 1)
+        assert partial <= 0.0198 * 16384 * 4096 * 2 * (4 if added else 3)
+        assert found / 132 * ROWS_AHEAD * (3 if added else 2) * 8192 >= 25_000, "bytes on their way on a multiprocessor"
+    assert backward_blocks(132, 16384, 1024, 2, False, False) == 243, "narrow rows: as many as 2% allow"
+    assert backward_blocks(132, 65536, 1024, 2, False, False) == 528, "four to a multiprocessor have 32 KB on their way"
+    assert f"HOLD && THREADS <= 256 ? {ROWS_AHEAD} : 0" in (ledger.SOURCES / "kernels/norm.cu").read_text()
+    assert backward_blocks(132, 512, 4096, 2, True, False) == 116, "few rows: the machine is used all the same"
+    assert backward_blocks(132, 5, 4096, 2, True, False) == 5 and backward_blocks(1, 1, 8, 4, True, True) == 1

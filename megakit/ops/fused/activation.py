@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megakit.ops.fused.library import call, dtype_code, fake, gradient, operator, persistent_blocks
+from megakit.ops.fused.library import call, dtype_code, fake, gradient, multiprocessors, operator
 
 
 def _rows(x: Tensor) -> int:
@@ -44,7 +44,7 @@ def gelu_backward(dy: Tensor, x: Tensor, bias: Tensor | None, tanh: bool) -> tup
     dy, x = dy.contiguous(), x.contiguous()
     rows, cols = _rows(x), x.shape[-1]
     dx, dbias = torch.empty_like(x), x.new_empty(0 if bias is None else cols)
-    blocks = persistent_blocks(x.device, rows)
+    blocks = max(1, min(rows, multiprocessors(x.device)))  # groups of blocks side by side, each with its partial sum
     part = None if bias is None else torch.empty((blocks, cols), dtype=torch.float32, device=x.device)
     outputs = (dx, None if bias is None else dbias, part)
     call("mk_gelu_backward", x.device, *outputs, dy, x, _contiguous(bias), rows, cols, blocks, tanh, dtype_code(x))

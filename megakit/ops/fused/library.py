@@ -93,10 +93,9 @@ def dtype_code(x: torch.Tensor) -> int:
     return DTYPES[x.dtype]
 
 
-def persistent_blocks(device: torch.device, rows: int) -> int:
-    """How many blocks go down the rows together, each leaving a partial sum: one per multiprocessor of a GPU."""
-    most = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
-    return max(1, min(rows, most))
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; of the emulation a few."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
 _NAMESPACE = torch.library.Library("megakit", "DEF")

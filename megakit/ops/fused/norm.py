@@ -7,7 +7,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megakit.ops.fused.library import call, dtype_code, fake, gradient, operator, persistent_blocks
+from megakit.ops.fused.library import call, dtype_code, fake, gradient, multiprocessors, operator
+
+ROWS_AHEAD = 2
+"""AHEAD of csrc/kernels/norm.cu: rows that a block has on their way while it computes another."""
+IN_FLIGHT = 32 * 1024
+"""Bytes that a multiprocessor must have on their way to keep the memory busy: its share of bandwidth x latency, 4.8 TB/s x
+0.7 us / 132 = 25 KB on an H200."""
+PARTIAL_SHARE = 0.0198
+"""Of the least bytes, what partial sums may add: with what is counted besides at most 2% (csrc/LEDGER.md)."""
+
+
+def backward_blocks(processors: int, rows: int, cols: int, width: int, layer: bool, added: bool) -> int:
+    """Persistent blocks of a backward pass, elements of `width` bytes: enough for IN_FLIGHT on each multiprocessor, as long as
+    their partial sums stay within PARTIAL_SHARE; but at least on 7 of 8 multiprocessors, however few rows there are."""
+    row = cols * width
+    enough = -(-processors * IN_FLIGHT // (ROWS_AHEAD * (3 if added else 2) * row))
+    each = 2 * 4 * cols * (2 if layer else 1)  # fp32, written and read again
+    few = int(PARTIAL_SHARE * (4 if added else 3) * row * rows / each)
+    return max(1, min(rows, max(min(max(enough, processors), few), -(-7 * processors // 8))))
 
 
 def _forward(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, ...]:
@@ -47,7 +65,7 @@ def norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     dy, dsum, h = dy.contiguous(), None if dsum is None else dsum.contiguous(), h.contiguous()
     rows, cols = rstd.numel(), h.shape[-1]
-    blocks = persistent_blocks(h.device, rows)
+    blocks = backward_blocks(multiprocessors(h.device), rows, cols, h.element_size(), layer, dsum is not None)
     dx, dweight, dbias = torch.empty_like(h), torch.empty_like(weight), weight.new_empty(cols if layer else 0)
     part = torch.empty((2 if layer else 1, blocks, cols), dtype=torch.float32, device=h.device)
     outputs = (dx, dweight, dbias if layer else None, part)
