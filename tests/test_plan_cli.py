@@ -150,7 +150,7 @@ def test_a_recipe_is_planned_once_for_a_search_too(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("key", "says"),
     [
-        ("train.precision=fp8", "train.precision = fp8 is not built yet: use bf16, fp16 or fp32"),
+        ("checkpoint.async=true", "checkpoint.async = true is not built yet: use false"),
         ("cluster.nodes=0", "cluster.nodes = 0 must be at least 1"),
         ("model.num_attention_heads=30", "model.hidden_size = 4096 is not divisible by model.num_attention_heads = 30"),
     ],
