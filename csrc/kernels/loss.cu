@@ -45,7 +45,7 @@ __global__ __launch_bounds__(kLossThreads, 2) void loss_forward(float* stats, co
   if (threadIdx.x == 0) {
     const long long label = load(labels + blockIdx.x) - first;
     store(stats + blockIdx.x, own.max);
-    store(stats + rows + blockIdx.x, own.exps);
+    store(stats + rows + blockIdx.x, own.sum == own.sum ? own.exps : own.sum);  // fmaxf passes over a NaN
     store(stats + 2 * rows + blockIdx.x, label >= 0 && MK_WITHIN(label, cols) ? to_float(load(row + label)) : 0.f);
     store(stats + 3 * rows + blockIdx.x, own.sum);
   }

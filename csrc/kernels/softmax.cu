@@ -41,7 +41,7 @@ __global__ __launch_bounds__(THREADS) void softmax_forward(T* y, const T* x, con
     }
   }
   total = block_reduce<Sum, THREADS>(total, part);
-  const float inverse = total > 0.f ? 1.f / total : 0.f;  // a query that sees nothing
+  const float inverse = total == 0.f ? 0.f : 1.f / total;  // a query that sees nothing; a NaN goes to the whole row
   MK_UNROLL for (int k = 0; k < STEPS; k++) {
     const int c = (k * THREADS + int(threadIdx.x)) * VEC;
     if (MK_WITHIN(c, keys)) {
