@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
@@ -59,16 +59,17 @@ def load(device_type: str) -> ctypes.CDLL:
     cure = f"run python -m megakit.ops.build {'cuda' if device_type == 'cuda' else 'emulated'}"
     if not path.is_file():
         raise Missing(f"there is no {path}: {cure}")
+    cure += " --force"  # a damaged file may still say that it is up to date
     try:
         library = ctypes.CDLL(str(path))
         found = library.megakit_abi_version()
+        if found != ABI_VERSION:
+            raise Missing(f"{path} has interface {found}, this megakit needs {ABI_VERSION}: {cure}")
+        for name, types in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = [*(_TYPES[t] for t in types), ctypes.c_void_p], ctypes.c_int
     except (OSError, AttributeError) as e:
         raise Missing(f"{path} can't be loaded ({e}): {cure}") from e
-    if found != ABI_VERSION:
-        raise Missing(f"{path} has interface {found}, this megakit needs {ABI_VERSION}: {cure}")
-    for name, types in _SIGNATURES.items():
-        function = getattr(library, name)
-        function.argtypes, function.restype = [*(_TYPES[t] for t in types), ctypes.c_void_p], ctypes.c_int
     return library
 
 
@@ -91,6 +92,13 @@ def dtype_code(x: torch.Tensor) -> int:
     if x.dtype not in DTYPES:
         raise RuntimeError(f"no kernel for {x.dtype}: use one of {', '.join(map(str, DTYPES))}")
     return DTYPES[x.dtype]
+
+
+def needs(name: str, t: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+    """Raises RuntimeError unless t, where there is one, is what the kernel takes: it would read or write beside it."""
+    if t is not None and (t.shape != torch.Size(shape) or t.dtype != dtype or t.device != device):
+        is_, wanted = (f"{list(s)} of {d} on {where}" for s, d, where in ((t.shape, t.dtype, t.device), (shape, dtype, device)))
+        raise RuntimeError(f"{name} is {is_}, and the kernel takes {wanted}: pass it so")
 
 
 def multiprocessors(device: torch.device) -> int:
