@@ -13,7 +13,7 @@ from megakit.ops.activation import gelu, swiglu
 from megakit.ops.dropout import dropout_add
 from megakit.ops.folder import SOURCES
 from megakit.ops.fused import library, optimizer
-from megakit.ops.loss import loss_stats  # noqa: F401  defines the operators of the loss
+from megakit.ops.loss import loss_stats
 from megakit.ops.norm import add_norm, norm
 from megakit.ops.rope import rotate, rotate_
 from megakit.ops.softmax import softmax
@@ -134,6 +134,72 @@ def test_a_kernel_refuses_what_it_does_not_have(emulated):
             operator(*args)
 
 
+def unfit():
+    """(operator, arguments) with one argument that the kernel would read, or write, beside."""
+    x, row, labels = torch.zeros(4, 64), torch.ones(64), torch.zeros(4, dtype=torch.int64)
+    four, one, statistics = torch.ones(4), torch.tensor(1.0), (torch.ones(0), torch.ones(4))
+    flat, numbers = [torch.zeros(8)], (0.9, 0.95, 1e-8, 0.1, 0.05, 1.0)
+    yield "weight", OPS.norm, (x, row[:32], None, 1e-5)
+    yield "weight", OPS.norm, (x, row.bfloat16(), None, 1e-5)
+    yield "bias", OPS.norm, (x, row, row[:3], 1e-5)
+    yield "residual", OPS.add_norm, (x, row, row, None, 1e-5)
+    yield "dy", OPS.norm_backward, (x[:2], None, x, row, *statistics, False)
+    yield "dsum", OPS.norm_backward, (x, x.half(), x, row, *statistics, False)
+    yield "mean", OPS.norm_backward, (x, None, x, row, *statistics, True)
+    yield "rstd", OPS.norm_backward, (x, None, x, row, torch.ones(0), torch.ones(9), False)
+    yield "columns", OPS.swiglu, (x[:, :63],)
+    yield "dy", OPS.swiglu_backward, (x[:2, :32], x)
+    yield "bias", OPS.gelu, (x, row[:32], False)
+    yield "bias", OPS.gelu_backward, (x, x, row.half(), False)
+    yield "residual", OPS.dropout_add, (x, row, 0.1, 3)
+    yield "dy", OPS.softmax_backward, (torch.zeros(1, 1, 2, 8), torch.zeros(1, 1, 4, 8), 1.0)
+    yield "labels", OPS.loss_stats, (x, labels.int(), 64, 0)
+    yield "labels", OPS.loss_stats, (x, torch.zeros(40, dtype=torch.int64), 64, 0)
+    end = (64, 0, -100, 64, 0.0, 0.0)
+    yield "top", OPS.loss_gradient_, (x.clone(), four[:2], four, one, labels, *end)
+    yield "exps", OPS.loss_gradient_, (x.clone(), four, four.double(), one, labels, *end)
+    yield "grad", OPS.loss_gradient_, (x.clone(), four, four, one.double(), labels, *end)
+    yield "shard", OPS.adamw_, (flat, flat, flat, [torch.zeros(4)], [], [0.1], [0.0], *numbers)
+    yield "float64", OPS.adamw_, (flat, flat, flat, flat, [torch.zeros(8).double()], [0.1], [0.0], *numbers)
+    mixed = [torch.zeros(8).bfloat16(), torch.zeros(8)]
+    yield "shard", OPS.adamw_, (flat * 2, flat * 2, flat * 2, flat * 2, mixed, [0.1] * 2, [0.0] * 2, *numbers)
+
+
+@pytest.mark.parametrize("index", range(len(list(unfit()))), ids=[f"{o.__name__} {name}" for name, o, _ in unfit()])
+def test_an_operator_refuses_what_its_kernel_would_read_beside(emulated, index):
+    name, operator, args = list(unfit())[index]
+    with pytest.raises(RuntimeError, match=name):
+        operator(*args)
+
+
+def test_an_operator_refuses_a_tensor_that_is_elsewhere():
+    library.needs("weight", None, (2,), torch.float32, torch.device("cpu"))
+    with pytest.raises(RuntimeError, match=r"weight is \[2\] of torch.float32 on meta, and the kernel takes .* on cpu"):
+        library.needs("weight", torch.ones(2, device="meta"), (2,), torch.float32, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("shape, swap", [((1, 6, 2, 8), (0, 1)), ((6, 1, 2, 8), (0, 1)), ((1, 1, 6, 8), (0, 2))])
+def test_rope_of_one_sample_or_one_token_of_any_stride(emulated, shape, swap):
+    """A dim of size 1 has any stride, and is without gaps all the same."""
+    x = torch.randn(shape).transpose(*swap)
+    table = torch.randn(6, 1, 1, 4), torch.randn(6, 1, 1, 4)
+    expected = rotate(x, table)
+    torch.testing.assert_close(OPS.rope(x, *table, 0, False, False), expected)
+    OPS.rope_(x, *table, x.shape[2], 0, False, False)
+    torch.testing.assert_close(x, expected)
+
+
+@pytest.mark.parametrize("width", [33, 64])  # accesses of one element and of four
+def test_a_nan_is_not_lost(emulated, width):
+    """The maximum passes over it: its row's sum must not."""
+    z, labels = torch.randn(3, width), torch.tensor([9, 9, 9])
+    z[1, 4:8] = float("nan")
+    for got, expected in zip(loss_stats(z, labels, width, 0, "csrc")[1:], loss_stats(z, labels, width, 0)[1:]):
+        torch.testing.assert_close(got, expected, equal_nan=True)
+    got, expected = (softmax(z[None, None], backend=b) for b in ("csrc", "torch"))
+    torch.testing.assert_close(got, expected, equal_nan=True)
+
+
 C_TYPES = {"int": "i", "int64_t": "l", "uint64_t": "u", "float": "f"}
 
 
@@ -164,7 +230,7 @@ def test_without_a_usable_library_operators_say_what_to_do(tmp_path, monkeypatch
     with pytest.raises(library.Missing, match=r"there is no .*run python -m megakit.ops.build emulated"):
         OPS.swiglu(torch.zeros(2, 4))
     (tmp_path / "libmegakit_emulated.so").write_bytes(b"not a library")
-    with pytest.raises(library.Missing, match="can't be loaded"):
+    with pytest.raises(library.Missing, match=r"can't be loaded.*emulated --force"):
         library.load("cpu")
     with pytest.raises(library.Missing, match="no kernels for mps"):
         library.load("mps")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megakit.ops.fused.library import call, dtype_code, fake, gradient, multiprocessors, operator
+from megakit.ops.fused.library import call, dtype_code, fake, gradient, multiprocessors, needs, operator
 
 
 def _rows(x: Tensor) -> int:
@@ -16,6 +16,8 @@ def _rows(x: Tensor) -> int:
 
 @operator("swiglu(Tensor x) -> Tensor")
 def swiglu(x: Tensor) -> Tensor:
+    if x.shape[-1] % 2:
+        raise RuntimeError(f"x has {x.shape[-1]} columns, and SwiGLU takes an even number: gate and up side by side")
     x = x.contiguous()
     cols = x.shape[-1] // 2
     y = torch.empty((*x.shape[:-1], cols), dtype=x.dtype, device=x.device)
@@ -25,6 +27,7 @@ def swiglu(x: Tensor) -> Tensor:
 
 @operator("swiglu_backward(Tensor dy, Tensor x) -> Tensor")
 def swiglu_backward(dy: Tensor, x: Tensor) -> Tensor:
+    needs("dy", dy, (*x.shape[:-1], x.shape[-1] // 2), x.dtype, x.device)
     dy, x = dy.contiguous(), x.contiguous()
     dx = torch.empty_like(x)
     call("mk_swiglu_backward", x.device, dx, dy, x, _rows(x), dy.shape[-1], dtype_code(x))
@@ -33,6 +36,7 @@ def swiglu_backward(dy: Tensor, x: Tensor) -> Tensor:
 
 @operator("gelu(Tensor x, Tensor? bias, bool tanh) -> Tensor")
 def gelu(x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
+    needs("bias", bias, x.shape[-1:], x.dtype, x.device)
     x = x.contiguous()
     y = torch.empty_like(x)
     call("mk_gelu_forward", x.device, y, x, _contiguous(bias), _rows(x), x.shape[-1], tanh, dtype_code(x))
@@ -41,6 +45,8 @@ def gelu(x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
 
 @operator("gelu_backward(Tensor dy, Tensor x, Tensor? bias, bool tanh) -> (Tensor dx, Tensor dbias)")
 def gelu_backward(dy: Tensor, x: Tensor, bias: Tensor | None, tanh: bool) -> tuple[Tensor, Tensor]:
+    needs("dy", dy, x.shape, x.dtype, x.device)
+    needs("bias", bias, x.shape[-1:], x.dtype, x.device)
     dy, x = dy.contiguous(), x.contiguous()
     rows, cols = _rows(x), x.shape[-1]
     dx, dbias = torch.empty_like(x), x.new_empty(0 if bias is None else cols)

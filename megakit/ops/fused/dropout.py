@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megakit.ops.fused.library import call, dtype_code, fake, gradient, operator
+from megakit.ops.fused.library import call, dtype_code, fake, gradient, needs, operator
 
 
 @operator("dropout_add(Tensor x, Tensor? residual, float p, int seed) -> Tensor")
 def dropout_add(x: Tensor, residual: Tensor | None, p: float, seed: int) -> Tensor:
+    needs("residual", residual, x.shape, x.dtype, x.device)
     x, residual = x.contiguous(), None if residual is None else residual.contiguous()
     y = torch.empty_like(x)
     call("mk_dropout", x.device, y, x, residual, x.numel(), p, seed, dtype_code(x))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megakit.ops.fused.library import call, dtype_code, fake, gradient, multiprocessors, operator
+from megakit.ops.fused.library import call, dtype_code, fake, gradient, multiprocessors, needs, operator
 
 ROWS_AHEAD = 2
 """AHEAD of csrc/kernels/norm.cu: rows that a block has on their way while it computes another."""
@@ -29,6 +29,9 @@ def backward_blocks(processors: int, rows: int, cols: int, width: int, layer: bo
 
 
 def _forward(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, ...]:
+    needs("residual", residual, x.shape, x.dtype, x.device)
+    needs("weight", weight, x.shape[-1:], x.dtype, x.device)
+    needs("bias", bias, x.shape[-1:], x.dtype, x.device)
     x, residual = x.contiguous(), None if residual is None else residual.contiguous()
     cols = x.shape[-1]
     rows = x.numel() // cols
@@ -63,8 +66,13 @@ def add_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, e
 def norm_backward(
     dy: Tensor, dsum: Tensor | None, h: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, layer: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
+    rows, cols = h.shape[:-1].numel(), h.shape[-1]
+    for name, t in (("dy", dy), ("dsum", dsum)):
+        needs(name, t, h.shape, h.dtype, h.device)
+    needs("weight", weight, (cols,), h.dtype, h.device)
+    needs("mean", mean, (rows if layer else 0,), torch.float32, h.device)
+    needs("rstd", rstd, (rows,), torch.float32, h.device)
     dy, dsum, h = dy.contiguous(), None if dsum is None else dsum.contiguous(), h.contiguous()
-    rows, cols = rstd.numel(), h.shape[-1]
     blocks = backward_blocks(multiprocessors(h.device), rows, cols, h.element_size(), layer, dsum is not None)
     dx, dweight, dbias = torch.empty_like(h), torch.empty_like(weight), weight.new_empty(cols if layer else 0)
     part = torch.empty((2 if layer else 1, blocks, cols), dtype=torch.float32, device=h.device)

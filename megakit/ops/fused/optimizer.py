@@ -7,7 +7,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from megakit.ops.fused.library import DTYPES, call, fake, operator
+from megakit.ops.fused.library import DTYPES, call, dtype_code, fake, needs, operator
 
 SHARDS = 48
 """MEGAKIT_SHARDS: of one launch."""
@@ -44,16 +44,15 @@ def adamw_(
 ) -> None:
     """One launch for every SHARDS shards. weights: copies of the masters in a lower precision, or []. decay: lr x weight decay.
     numbers: beta1, beta2, eps, 1 - beta1^t, 1 - beta2^t, and what gradients are multiplied by."""
-    tensors = (master, exp_avg, exp_avg_sq, grad)
+    tensors, where = (master, exp_avg, exp_avg_sq, grad), master[0].device
     if weights and len(weights) != len(master):
         raise RuntimeError(f"{len(weights)} of {len(master)} shards have weights: all or none")
     for group in (*tensors, weights):
         for t, m in zip(group, master):
-            if not t.is_contiguous() or t.numel() != m.numel() or (group is not weights and t.dtype != torch.float32):
-                raise RuntimeError(
-                    f"a shard of {m.numel()} has {t.dtype} {tuple(t.shape)}: all are flat, and fp32 but the weights"
-                )
-    code = DTYPES[weights[0].dtype if weights else torch.float32]
+            if not t.is_contiguous():
+                raise RuntimeError(f"a shard of {m.numel()} has strides {t.stride()}: all are flat, without gaps")
+            needs("a shard's tensor", t.flatten(), (m.numel(),), group[0].dtype if group is weights else torch.float32, where)
+    code = dtype_code(weights[0]) if weights else DTYPES[torch.float32]
     for lo in range(0, len(master), SHARDS):
         here = range(lo, min(lo + SHARDS, len(master)))
         table = (_Shard * len(here))(

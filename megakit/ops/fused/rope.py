@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megakit.ops.fused.library import call, dtype_code, fake, gradient, operator
+from megakit.ops.fused.library import call, dtype_code, fake, gradient, needs, operator
 
 
 def _turn(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, heads: int, offset: int, interleaved: bool, inverse: bool) -> None:
@@ -16,16 +16,24 @@ def _turn(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, heads: int, offset: 
     cos, sin = cos.reshape(-1, dim // 2).contiguous(), sin.reshape(-1, dim // 2).contiguous()
     if cos.dtype != torch.float32 or sin.dtype != torch.float32:
         raise RuntimeError(f"cos and sin are {cos.dtype} and {sin.dtype}: the kernel reads them in float32")
+    for name, t in (("cos", cos), ("sin", sin)):
+        needs(name, t, t.shape, t.dtype, x.device)
     if offset < 0 or seq + offset > min(len(cos), len(sin)):
         raise RuntimeError(f"positions {offset} to {offset + seq - 1} are not in a table of {len(cos)}: make a longer one")
-    sizes = (seq * batch, heads, dim, out.stride(1), x.stride(1), batch, offset)
+    sizes = (seq * batch, heads, dim, _distance(out), _distance(x), batch, offset)
     call("mk_rope", x.device, out, x, cos, sin, *sizes, interleaved, inverse, dtype_code(x))
 
 
 def _regular(x: Tensor) -> bool:
     """Its tokens lie at one distance, and its heads side by side."""
-    _, batch, heads, dim = x.shape
-    return x.stride(3) == 1 and (heads == 1 or x.stride(2) == dim) and x.stride(0) == batch * x.stride(1)
+    seq, batch, heads, dim = x.shape
+    even = seq == 1 or batch == 1 or x.stride(0) == batch * x.stride(1)
+    return x.stride(3) == 1 and (heads == 1 or x.stride(2) == dim) and even
+
+
+def _distance(x: Tensor) -> int:
+    """Elements from one token to the next: torch gives a dim of size 1 any stride."""
+    return x.stride(1) if x.shape[1] > 1 else x.stride(0)
 
 
 @operator("rope(Tensor x, Tensor cos, Tensor sin, int offset, bool interleaved, bool inverse) -> Tensor")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megakit.ops.fused.library import call, dtype_code, fake, gradient, operator
+from megakit.ops.fused.library import call, dtype_code, fake, gradient, needs, operator
 
 
 @operator("softmax(Tensor x, Tensor? allowed, float scale, bool causal) -> Tensor")
@@ -24,6 +24,7 @@ def softmax(x: Tensor, allowed: Tensor | None, scale: float, causal: bool) -> Te
 
 @operator("softmax_backward(Tensor dy, Tensor y, float scale) -> Tensor")
 def softmax_backward(dy: Tensor, y: Tensor, scale: float) -> Tensor:
+    needs("dy", dy, y.shape, y.dtype, y.device)
     dy, y = dy.contiguous(), y.contiguous()
     dx = torch.empty_like(y)
     call("mk_softmax_backward", y.device, dx, dy, y, y.numel() // y.shape[-1], y.shape[-1], scale, dtype_code(y))
