@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ from megakit.ops.loss import loss_stats
 from megakit.ops.norm import add_norm, norm
 from megakit.ops.rope import rotate, rotate_
 from megakit.ops.softmax import softmax
+from tests.ops.emulation import FOLDER
 
 OPS = torch.ops.megakit
 
@@ -198,6 +202,17 @@ def test_a_nan_is_not_lost(emulated, width):
         torch.testing.assert_close(got, expected, equal_nan=True)
     got, expected = (softmax(z[None, None], backend=b) for b in ("csrc", "torch"))
     torch.testing.assert_close(got, expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9999])
+def test_a_library_that_is_cut_off_is_missing(emulated, tmp_path, share):
+    """As a copy leaves it when a disk is full. The loader maps it, and the process would end by SIGBUS: so, in another one."""
+    whole = (FOLDER / "libmegakit_emulated.so").read_bytes()
+    (tmp_path / "libmegakit_emulated.so").write_bytes(whole[: int(share * len(whole))])
+    code = "from megakit.ops.fused.library import load; load('cpu')"
+    environment = {**os.environ, "MEGAKIT_KERNELS": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 1 and "Missing" in done.stderr and "is cut off" in done.stderr, done
 
 
 C_TYPES = {"int": "i", "int64_t": "l", "uint64_t": "u", "float": "f"}

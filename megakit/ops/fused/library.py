@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import struct
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -61,6 +63,8 @@ def load(device_type: str) -> ctypes.CDLL:
         raise Missing(f"there is no {path}: {cure}")
     cure += " --force"  # a damaged file may still say that it is up to date
     try:
+        if _cut_off(path):
+            raise Missing(f"{path} is cut off: {cure}")
         library = ctypes.CDLL(str(path))
         found = library.megakit_abi_version()
         if found != ABI_VERSION:
@@ -71,6 +75,16 @@ def load(device_type: str) -> ctypes.CDLL:
     except (OSError, AttributeError) as e:
         raise Missing(f"{path} can't be loaded ({e}): {cure}") from e
     return library
+
+
+def _cut_off(path: Path) -> bool:
+    """An ELF file that ends before its table of sections, which linkers put last: to load it could end the process by SIGBUS."""
+    with path.open("rb") as file:
+        head = file.read(64)
+    if len(head) < 64 or head[:4] != b"\x7fELF":
+        return False  # the loader knows what to say
+    (offset,), (size, count) = struct.unpack_from("<Q", head, 40), struct.unpack_from("<HH", head, 58)
+    return path.stat().st_size < offset + size * count
 
 
 def call(name: str, device: torch.device, *args: Any) -> None:
