@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch.library import opcheck
 
 from megakit.ops.activation import gelu, swiglu
@@ -213,6 +214,18 @@ def test_a_library_that_is_cut_off_is_missing(emulated, tmp_path, share):
     environment = {**os.environ, "MEGAKIT_KERNELS": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert done.returncode == 1 and "Missing" in done.stderr and "is cut off" in done.stderr, done
+
+
+def test_a_new_seed_compiles_nothing_new(emulated):
+    """Every call has its own: torch would give up after eight."""
+    torch._dynamo.reset()
+    x, graphs = torch.randn(64, requires_grad=True), torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda x, seed: dropout_add(x, None, 0.5, seed), fullgraph=True, backend=graphs)
+    for seed in (3, 2**40, 2**62 + 1, *range(100, 110)):
+        got, expected = compiled(x, seed), dropout_add(x, None, 0.5, seed)
+        assert torch.equal(got, expected)
+        assert torch.equal(torch.autograd.grad(got.sum(), x)[0], torch.autograd.grad(expected.sum(), x)[0])
+    assert graphs.frame_count == 2  # one for the first seed, one for all others
 
 
 C_TYPES = {"int": "i", "int64_t": "l", "uint64_t": "u", "float": "f"}

@@ -10,7 +10,7 @@ from torch import Tensor
 from megakit.ops.fused.library import call, dtype_code, fake, gradient, needs, operator
 
 
-@operator("dropout_add(Tensor x, Tensor? residual, float p, int seed) -> Tensor")
+@operator("dropout_add(Tensor x, Tensor? residual, float p, SymInt seed) -> Tensor")
 def dropout_add(x: Tensor, residual: Tensor | None, p: float, seed: int) -> Tensor:
     needs("residual", residual, x.shape, x.dtype, x.device)
     x, residual = x.contiguous(), None if residual is None else residual.contiguous()
