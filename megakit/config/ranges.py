@@ -9,7 +9,7 @@ from typing import Any
 
 from megakit.config.algorithms import ALGORITHMS
 from megakit.config.keys import nearest, show
-from megakit.config.schema import Config
+from megakit.config.schema import Config, OpsConfig
 from megakit.config.typed import leaves
 from megakit.errors import Refused
 
@@ -149,6 +149,13 @@ OPERATORS: dict[str, tuple[str, ...]] = {
     "attention": ("torch", "te"),
 }
 """Which backends have each operator."""
+
+
+def asked_backend(ops: OpsConfig, operator: str) -> str:
+    """What a recipe names for an operator; "auto" where that backend doesn't have it, too."""
+    asked = getattr(ops, operator) or ops.backend
+    return asked if asked in OPERATORS[operator] else "auto"
+
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "model.family": ("llama", "gpt2"),

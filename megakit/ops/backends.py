@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megakit.config.ranges import OPERATORS
+from megakit.config.ranges import OPERATORS, asked_backend
 from megakit.config.schema import OpsConfig
 from megakit.ops import apex, fp8, te
 from megakit.ops.fused.library import DTYPES, Missing, load
@@ -85,10 +85,10 @@ def choose(cfg: OpsConfig, device: torch.device, precision: str = "bf16") -> tup
 
 def _wanted(cfg: OpsConfig, name: str, device: torch.device) -> str:
     """The backend of one operator, whether it is there or not."""
-    asked, offered = getattr(cfg, name) or cfg.backend, OPERATORS[name]
-    if asked in offered:
+    asked = asked_backend(cfg, name)
+    if asked != "auto":
         return asked
-    return CSRC if device.type != "cpu" and CSRC in offered else TORCH
+    return CSRC if device.type != "cpu" and CSRC in OPERATORS[name] else TORCH
 
 
 def suits(x: torch.Tensor, *others: torch.Tensor | None) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from megakit.config.ranges import OPERATORS
+from megakit.config.ranges import OPERATORS, asked_backend
 from megakit.config.schema import Config
 
 
@@ -35,8 +35,8 @@ ADAMW_BYTES = 30
 def backends(cfg: Config) -> dict[str, str]:
     """By operator the backend that the recipe names, torch or another; `auto`, and what a backend doesn't have, counts as torch:
     whether kernels are built, and for which machine, isn't known here."""
-    asked = {name: getattr(cfg.ops, name) or cfg.ops.backend for name in OPERATORS}
-    return {name: asked[name] if asked[name] in offered else "torch" for name, offered in OPERATORS.items()}
+    asked = {name: asked_backend(cfg.ops, name) for name in OPERATORS}
+    return {name: "torch" if backend == "auto" else backend for name, backend in asked.items()}
 
 
 def by_kernels(cfg: Config) -> tuple[str, ...]:

@@ -144,7 +144,7 @@ class _Step:
     def time(self, waits: bool = True) -> StepTime:
         w, m = self.w, self.w.micro_batches
         stages = self.stage_times()
-        ranks = _ranks(w)
+        ranks = w.rank_stages
         busy = [sum(stages[s].forward + stages[s].backward for s in held) for held in ranks]
         worst = max(range(w.pp), key=lambda r: busy[r])
         pipeline = _pipeline(w, stages, ranks, busy) if waits or w.schedule != "zb_v" else _without_waits(w, stages, busy)
@@ -234,13 +234,6 @@ class _Step:
 def _beside(traffic: float, window: float) -> float:
     """What is exposed of traffic that runs beside `window` seconds of computation."""
     return AT_ONCE * traffic + max(0.0, (1 - AT_ONCE) * traffic - window)
-
-
-def _ranks(w: Workload) -> list[list[int]]:
-    """The stages of each pipeline rank."""
-    if w.schedule == "zb_v":
-        return [[r, 2 * w.pp - 1 - r] for r in range(w.pp)]
-    return [[r + v * w.pp for v in range(w.virtual_stages)] for r in range(w.pp)]
 
 
 def _pipeline(w: Workload, stages: tuple[StageTime, ...], ranks: list[list[int]], busy: list[float]) -> float:

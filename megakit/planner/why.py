@@ -38,8 +38,7 @@ def _parts(w: Workload, step: StepTime, gpu: Gpu) -> dict[str, float]:
     if w.recompute != "none":
         plain = estimate(dataclasses.replace(w, recompute="none", recompute_layers=None), gpu)
         again = _work(step) - _work(plain)
-    busy = [step.stages[r :: w.pp] for r in range(w.pp)] if w.schedule != "zb_v" else _v_shaped(step, w.pp)
-    each = [sum(s.forward + s.backward for s in held) for held in busy]
+    each = [sum(step.stages[s].forward + step.stages[s].backward for s in held) for held in w.rank_stages]
     beyond = 1 - sum(each) / len(each) / max(each)  # share of the busiest rank's work
     kept = 1 - beyond
     parts = {
@@ -56,10 +55,6 @@ def _parts(w: Workload, step: StepTime, gpu: Gpu) -> dict[str, float]:
         "optimizer": step.optimizer,
         "stragglers": step.stragglers,
     }
-
-
-def _v_shaped(step: StepTime, pp: int) -> list[tuple[Any, ...]]:
-    return [(step.stages[r], step.stages[2 * pp - 1 - r]) for r in range(pp)]
 
 
 def _work(step: StepTime) -> float:

@@ -14,6 +14,7 @@ from megakit.modeling.balance import head_dim
 from megakit.modeling.layout import model_stages, padded_vocabulary
 from megakit.observe.flops import flops_per_token
 from megakit.parallel.grid import Grid
+from megakit.parallel.pipeline import generators
 from megakit.planner.operators import by_kernels
 from megakit.planner.states import micro_batches
 from megakit.planner.widths import GRADIENT_BYTES
@@ -198,12 +199,15 @@ class Workload:
         return self.seq * self.micro_batch_size * self.micro_batches * self.dp
 
     @property
+    def rank_stages(self) -> list[list[int]]:
+        """Stages of each place on the pp axis, by chunk."""
+        where = generators.placement(self.schedule, self.pp, self.virtual_stages)
+        return [[where.stage(rank, chunk) for chunk in range(self.virtual_stages)] for rank in range(self.pp)]
+
+    @property
     def rank_layers(self) -> list[int]:
         """Layers of each place on the pp axis."""
-        stages, p = self.stage_layers, self.pp
-        if self.schedule == "zb_v":
-            return [stages[r] + stages[2 * p - 1 - r] for r in range(p)]
-        return [sum(stages[r::p]) for r in range(p)]
+        return [sum(self.stage_layers[s] for s in held) for held in self.rank_stages]
 
     @property
     def layer_elements(self) -> int:
