@@ -1,9 +1,14 @@
-"""Write indexed token files (indexed.py): aside first, then renamed when complete, the .idx last."""
+"""Write indexed token files (indexed.py): aside first, then renamed when complete, the .idx last.
+
+Memory does not grow with the data: tokens and document lengths go to files aside as they come.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
+from io import FileIO
 from types import TracebackType
 from typing import Optional, Union
 
@@ -15,6 +20,7 @@ from megakit.errors import Refused, StorageFailed
 
 _LARGEST_LENGTH = 2**31 - 1  # sequence lengths are int32 in the format
 _CHUNK = 1 << 22
+_LENGTH = np.dtype("<i4")
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -22,25 +28,49 @@ def token_dtype(vocab_size: int) -> np.dtype:
     return np.dtype("<u2" if vocab_size <= 65536 else "<i4")
 
 
+@dataclass(frozen=True)
+class Written:
+    """What a writer has on disk: enough to go on behind it."""
+
+    documents: int = 0
+    tokens: int = 0
+    max_token_id: int = -1
+
+
 class IndexedWriter:
     """Writes PREFIX.bin, PREFIX.json and PREFIX.idx; use as a context manager.
 
     Nothing stands under a final name before `finish`; leaving without it removes what was written aside. `eod` is only
     noted in the sidecar. Refused if one of the files is there and `overwrite` is false. StorageFailed if the disk is full.
+
+    With `aside`, a prefix of its own for the unfinished files, they stay when the writer is left: another writer goes on
+    from `resume`, which `sync` returned; what lies behind that is cut off.
     """
 
-    def __init__(self, prefix: str, *, vocab_size: int, tokenizer: str, eod: Optional[int], overwrite: bool = False):
+    def __init__(
+        self,
+        prefix: str,
+        *,
+        vocab_size: int,
+        tokenizer: str,
+        eod: Optional[int],
+        overwrite: bool = False,
+        aside: Optional[str] = None,
+        resume: Written = Written(),
+    ):
         check_free(prefix, overwrite)
         self.prefix = prefix
         self.vocab_size, self.tokenizer, self.eod = vocab_size, tokenizer, eod
         self.dtype = token_dtype(vocab_size)
-        self.documents = self.tokens = 0
-        self.max_token_id = -1
-        self._lengths: list[np.ndarray] = []
-        self._aside = {end: f"{prefix}.{end}.tmp-{os.getpid()}" for end in ("bin", "json", "idx")}
+        self.documents, self.tokens, self.max_token_id = resume.documents, resume.tokens, resume.max_token_id
+        self._stays = aside is not None
+        self._aside = (
+            unfinished(aside) if aside else {end: f"{path}.tmp-{os.getpid()}" for end, path in unfinished(prefix).items()}
+        )
         try:
-            os.makedirs(os.path.dirname(prefix) or ".", exist_ok=True)
-            self._bin = open(self._aside["bin"], "wb", buffering=0)  # noqa: SIM115 (closed by finish or by leaving)
+            os.makedirs(os.path.dirname(self._aside["bin"]) or ".", exist_ok=True)
+            self._bin = _open_at(self._aside["bin"], resume.tokens * self.dtype.itemsize)
+            self._lengths = _open_at(self._aside["lengths"], resume.documents * _LENGTH.itemsize)
         except OSError as e:
             raise Refused(f"output prefix {prefix} can't be written ({e.strerror}): choose a folder that can") from None
 
@@ -62,13 +92,28 @@ class IndexedWriter:
                     f"token id {bad} for {self.prefix} is outside the vocabulary of {self.vocab_size}: use its tokenizer"
                 )
             self.max_token_id = max(self.max_token_id, high)
-        self._write(np.ascontiguousarray(ids, self.dtype))
-        self._lengths.append(lengths.astype("<i4"))
+        self._write(self._bin, np.ascontiguousarray(ids, self.dtype))
+        self._write(self._lengths, lengths.astype(_LENGTH))
         self.documents += len(lengths)
         self.tokens += len(ids)
 
+    def sync(self) -> Written:
+        """Bring everything that was added to disk; returns where another writer may go on."""
+        try:
+            os.fsync(self._bin.fileno())
+            os.fsync(self._lengths.fileno())
+        except OSError as e:
+            raise StorageFailed(f"writing {self.prefix}: {e.strerror}") from e
+        return Written(self.documents, self.tokens, self.max_token_id)
+
     def finish(self) -> Sidecar:
         """Complete the files and give them their final names."""
+        sidecar = self.complete()
+        self.publish()
+        return sidecar
+
+    def complete(self) -> Sidecar:
+        """Complete the files aside, on disk."""
         sidecar = Sidecar(
             tokenizer=self.tokenizer,
             vocab_size=self.vocab_size,
@@ -78,22 +123,20 @@ class IndexedWriter:
             max_token_id=self.max_token_id,
             eod=self.eod,
         )
-        lengths = np.concatenate([np.zeros(0, "<i4"), *self._lengths])
+        self.sync()
         try:
-            os.fsync(self._bin.fileno())
-            self._bin.close()
             with open(self._aside["json"], "wb") as f:
                 f.write(sidecar_bytes(sidecar))
                 f.flush()
                 os.fsync(f.fileno())
-            write_index(self._aside["idx"], self.dtype, lengths)
-            # an old index must never stand beside new tokens
-            _remove(f"{self.prefix}.idx")
-            for end in ("bin", "json", "idx"):
-                os.replace(self._aside[end], f"{self.prefix}.{end}")
+            write_index(self._aside["idx"], self.dtype, LengthsFile(self._aside["lengths"]))
         except OSError as e:
             raise StorageFailed(f"writing {self.prefix}: {e.strerror}; nothing was kept") from e
         return sidecar
+
+    def publish(self) -> None:
+        """Give the complete files their final names."""
+        publish(self.prefix, self._aside)
 
     def __enter__(self) -> IndexedWriter:
         return self
@@ -102,26 +145,43 @@ class IndexedWriter:
         self, kind: Optional[type[BaseException]], error: Optional[BaseException], traceback: Optional[TracebackType]
     ) -> None:
         self._bin.close()
+        self._lengths.close()
         for path in self._aside.values():
-            _remove(path)
+            if not self._stays:
+                _remove(path)
 
-    def _write(self, ids: np.ndarray) -> None:
-        view = ids.view(np.uint8).data
+    def _write(self, file: FileIO, values: np.ndarray) -> None:
+        view = values.view(np.uint8).data
         try:
             while len(view):
-                view = view[self._bin.write(view) :]
+                view = view[file.write(view) :]
         except OSError as e:
-            raise StorageFailed(f"writing {self._aside['bin']}: {e.strerror}; nothing was kept") from e
+            raise StorageFailed(f"writing {self.prefix}: {e.strerror}; nothing was kept") from e
 
 
-def write_index(path: str, dtype: np.dtype, lengths: np.ndarray) -> None:
+class LengthsFile:
+    """Sequence lengths that stand in a file as little-endian int32: sliced like an array, never in memory as a whole."""
+
+    def __init__(self, path: str):
+        self.path = path
+
+    def __len__(self) -> int:
+        return os.path.getsize(self.path) // _LENGTH.itemsize
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        start, stop, _ = part.indices(len(self))
+        return np.fromfile(self.path, _LENGTH, count=stop - start, offset=start * _LENGTH.itemsize)
+
+
+def write_index(path: str, dtype: np.dtype, lengths: Union[np.ndarray, LengthsFile]) -> None:
     """Write an .idx for sequences of these `lengths` [sequences] in tokens, one document each, and sync it to disk."""
     code = next(code for code, name in DTYPES.items() if name == np.dtype(dtype).name)
     itemsize = np.dtype(dtype).itemsize
     with open(path, "wb") as f:
         f.write(MAGIC)
         f.write(HEADER.pack(VERSION, code, len(lengths), len(lengths) + 1))
-        f.write(np.ascontiguousarray(lengths, "<i4").data)
+        for start in range(0, len(lengths), _CHUNK):
+            f.write(np.ascontiguousarray(lengths[start : start + _CHUNK], _LENGTH).data)
         offset = 0
         for start in range(0, len(lengths), _CHUNK):
             sizes = np.asarray(lengths[start : start + _CHUNK], np.int64) * itemsize
@@ -132,6 +192,34 @@ def write_index(path: str, dtype: np.dtype, lengths: np.ndarray) -> None:
             f.write(np.arange(start, min(start + _CHUNK, len(lengths) + 1), dtype="<i8").data)
         f.flush()
         os.fsync(f.fileno())
+
+
+def unfinished(aside: str) -> dict[str, str]:
+    """The files that a writer with this prefix aside works on, by their ends."""
+    return {end: f"{aside}.{end}" for end in ("bin", "json", "idx", "lengths")}
+
+
+def publish(prefix: str, aside: dict[str, str]) -> None:
+    """Give complete files their final names, the .idx last. What has its name already is left: a killed call is repeated."""
+    try:
+        if os.path.exists(aside["bin"]):
+            _remove(f"{prefix}.idx")  # an old index must never stand beside new tokens
+        for end in ("bin", "json", "idx"):
+            if os.path.exists(aside[end]):
+                os.replace(aside[end], f"{prefix}.{end}")
+        sync_folder(os.path.dirname(prefix) or ".")
+        _remove(aside["lengths"])
+    except OSError as e:
+        raise StorageFailed(f"writing {prefix}: {e.strerror}") from e
+
+
+def sync_folder(path: str) -> None:
+    """Bring the names in a folder to disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def check_free(prefix: str, overwrite: bool) -> None:
@@ -146,3 +234,13 @@ def _remove(path: str) -> None:
         os.remove(path)
     except FileNotFoundError:
         return
+
+
+def _open_at(path: str, size: int) -> FileIO:
+    """`path` for writing behind its first `size` bytes; what follows them is cut off."""
+    file = FileIO(path, "r+" if size else "w")
+    if os.path.getsize(path) < size:
+        raise OSError(0, f"{path} is shorter than its {size} bytes")
+    file.truncate(size)
+    file.seek(size)
+    return file

@@ -6,6 +6,7 @@ import json
 import os
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import pytest
 from megakit.data import writer as writer_module
 from megakit.data.indexed import IndexedFile
 from megakit.data.source import FileSource
-from megakit.data.writer import IndexedWriter, token_dtype, write_index
+from megakit.data.writer import IndexedWriter, publish, token_dtype, unfinished, write_index
 from megakit.errors import Refused, StorageFailed
 from tests.data.test_indexed import DOCUMENTS, by_hand
 
@@ -87,7 +88,7 @@ def test_ids_outside_the_vocabulary_never_wrap(tmp_path: Path, bad: int) -> None
 def test_no_final_name_before_the_end(tmp_path: Path) -> None:
     with writer(tmp_path / "a") as w:
         w.add(np.array([1, 2]), [2])
-        assert [path.name for path in tmp_path.iterdir()] == [f"a.bin.tmp-{os.getpid()}"]
+        assert {path.name for path in tmp_path.iterdir()} == {f"a.{end}.tmp-{os.getpid()}" for end in ("bin", "lengths")}
     assert list(tmp_path.iterdir()) == []  # left without finish()
 
 
@@ -172,3 +173,52 @@ def test_beyond_32_bits(tmp_path: Path) -> None:
     tokens = file_end.read(np.array([file_end.samples - 1]))
     start = (1 << 30) + (file_end.samples - 1) * (seq_len - 1)
     assert np.array_equal(tokens[0], file.read(start, seq_len))
+
+
+def test_another_writer_goes_on_behind_what_was_synced(tmp_path: Path) -> None:
+    """What was added behind the last sync, half a token included, is cut off."""
+    keys: dict[str, Any] = {"vocab_size": 101, "tokenizer": "f" * 64, "eod": 2}
+    for name, parts in (("whole", [[[1, 2], [3]], [[4], []]]), ("other", [[[9]]])):
+        with IndexedWriter(str(tmp_path / name), **keys) as w:
+            for part in parts:
+                w.add(np.array([token for one in part for token in one], np.int64), [len(one) for one in part])
+            w.finish()
+    aside = str(tmp_path / "partial" / "a")
+    with IndexedWriter(str(tmp_path / "a"), **keys, aside=aside) as w:
+        w.add(np.array([1, 2, 3]), [2, 1])
+        written = w.sync()
+        w.add(np.array([100]), [1])
+    with open(f"{aside}.bin", "ab") as f:
+        f.write(b"x")
+    with IndexedWriter(str(tmp_path / "a"), **keys, aside=aside, resume=written) as w:
+        w.add(np.array([4]), [1, 0])
+        w.finish()
+    for end in ("bin", "idx", "json"):
+        assert (tmp_path / f"a.{end}").read_bytes() == (tmp_path / f"whole.{end}").read_bytes()
+    assert list((tmp_path / "partial").iterdir()) == []
+
+
+def test_names_are_given_once_more_after_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace = os.replace
+    for allowed in range(3):
+        with IndexedWriter(
+            str(tmp_path / "a"), vocab_size=101, tokenizer="f" * 64, eod=2, overwrite=True, aside=f"{tmp_path}/p"
+        ) as w:
+            w.add(np.array([allowed]), [1])
+            w.complete()
+            given: list[str] = []
+
+            def some(a: str, b: str, allowed: int = allowed, given: list[str] = given) -> None:
+                if len(given) == allowed:
+                    raise KeyboardInterrupt
+                given.append(a)
+                replace(a, b)
+
+            monkeypatch.setattr(os, "replace", some)
+            with pytest.raises(KeyboardInterrupt):
+                w.publish()
+            monkeypatch.setattr(os, "replace", replace)
+        with pytest.raises(Refused):
+            IndexedFile(str(tmp_path / "a"))
+        publish(str(tmp_path / "a"), unfinished(f"{tmp_path}/p"))
+        assert IndexedFile(str(tmp_path / "a")).document(0).tolist() == [allowed]
