@@ -216,7 +216,7 @@ class DataConfig:
     valid_path: List[str] = field(default_factory=list)
     """File prefixes of a separate validation set; when given, all of data.path is for training and split is unused."""
     tokenizer: Optional[str] = None
-    """Tokenizer file (sentencepiece .model); its fingerprint must be that of the data."""
+    """Sentencepiece .model, tokenizer.json, tiktoken file, or a folder with one; its fingerprint must be that of the data."""
     split: str = "99,1"
     """Parts of the documents for training and validation, in this order; normalised to 1."""
     mock: bool = False

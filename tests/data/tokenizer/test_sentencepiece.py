@@ -53,6 +53,13 @@ def test_lone_surrogate_is_refused(model_path: Path) -> None:
         load_tokenizer(model_path).encode("the \ud800")
 
 
+def test_folder_with_a_model(model_path: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(model_path.read_bytes())
+    found = load_tokenizer(tmp_path)
+    assert (found.kind, found.path, found.vocab_size) == ("sentencepiece", str(tmp_path / "tokenizer.model"), 400)
+    assert found.fingerprint == tokenizer_fingerprint(tmp_path) == tokenizer_fingerprint(model_path)
+
+
 def test_foreign_id_is_refused(model_path: Path) -> None:
     for token in (400, -1):
         with pytest.raises(Refused, match=rf"{token} is outside the 400 pieces"):
@@ -62,9 +69,9 @@ def test_foreign_id_is_refused(model_path: Path) -> None:
 def test_missing_and_unreadable_files(tmp_path: Path) -> None:
     with pytest.raises(Refused, match="can't be read"):
         load_tokenizer(tmp_path / "none.model")
-    with pytest.raises(Refused, match="can't be read"):
+    with pytest.raises(Refused, match=r"folder .* holds none of tokenizer\.json, tokenizer\.model, \*\.tiktoken"):
         load_tokenizer(tmp_path)
-    for content in (b"", b"{}", b"\xff" * 100):
+    for content in (b"", b"\x0a", b"\xff" * 100):
         broken = tmp_path / "broken.model"
         broken.write_bytes(content)
         with pytest.raises(Refused, match=r"broken\.model, \d+ bytes, is not a sentencepiece model") as e:

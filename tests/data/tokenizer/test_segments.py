@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import sentencepiece
 
-from megakit.data import segments
-from megakit.data.segments import SegmentEncoder
+from megakit.data.tokenizer import segments
+from megakit.data.tokenizer.segments import SegmentEncoder
 from tests.data.corpus import NASTY, made_up_text, plain_text
 
 LOCAL = {
