@@ -240,7 +240,7 @@ def _flat(e: Emulation) -> Iterator[Moved]:
     yield e.moved("dropout and add", f"{n:,}", 6 * n, ("mk_dropout", y, x, r, n, 0.1, 7, BF16))
     flat = [Buffer(4 * n) for _ in range(4)]
     shard = Shards(*(t.at for t in flat), x.at, n, 0.1, 0.01)
-    numbers = (0.9, 0.95, 1e-8, 0.1, 0.05, 1.0)
+    numbers = map(ctypes.c_double, (0.9, 0.95, 1e-8, 0.1, 0.05, 1.0))
     yield e.moved("AdamW", f"{n:,}", 30 * n, ("mk_adamw", ctypes.byref(shard), 1, *numbers, BF16))
     yield e.moved("squared norm", f"{n:,}", 4 * n + 64, ("mk_square_sum", Buffer(64), flat[0], n, 8))
 

@@ -83,14 +83,15 @@ __global__ __launch_bounds__(THREADS, 1) void norm_backward(T* dx, float* part_w
     if (!MK_WITHIN(r, rows)) return;
     to.rstd = load(rstd_in + r);
     to.mean = LAYER ? load(mean_in + r) : 0.f;
-    if constexpr (!HOLD) return;
-    MK_UNROLL for (int k = 0; k < STEPS; k++) {
-      const int c = (k * THREADS + int(threadIdx.x)) * VEC;
-      if (MK_WITHIN(c, cols)) {
-        to.h[k] = load<T, VEC>(h + r * cols + c);
-        to.g[k] = load<T, VEC>(dy + r * cols + c);
-        if constexpr (AHEAD > 0)
-          if (dsum) to.d[k] = load<T, VEC>(dsum + r * cols + c);
+    if constexpr (HOLD) {
+      MK_UNROLL for (int k = 0; k < STEPS; k++) {
+        const int c = (k * THREADS + int(threadIdx.x)) * VEC;
+        if (MK_WITHIN(c, cols)) {
+          to.h[k] = load<T, VEC>(h + r * cols + c);
+          to.g[k] = load<T, VEC>(dy + r * cols + c);
+          if constexpr (AHEAD > 0)
+            if (dsum) to.d[k] = load<T, VEC>(dsum + r * cols + c);
+        }
       }
     }
   };

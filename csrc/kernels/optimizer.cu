@@ -15,7 +15,7 @@ struct Shards {  // a kernel's parameters: 4 KiB at most
 static_assert(sizeof(Shards) < 3584);
 
 struct Adam {
-  float beta1, beta2, eps, inverse1, inverse_root2, grad_scale;
+  float rest1, rest2, eps, inverse1, inverse_root2, grad_scale;  // rest: 1 - beta, in double and rounded once
 };
 
 template <class T, int VEC>
@@ -28,8 +28,8 @@ MK_DEVICE void adam(const MegakitShard& s, long long at, const Adam& k) {
   MK_UNROLL for (int i = 0; i < VEC; i++) {
     g[i] *= k.grad_scale;
     w[i] -= s.decay * w[i];
-    m[i] += (1.f - k.beta1) * (g[i] - m[i]);
-    v[i] = k.beta2 * v[i] + (1.f - k.beta2) * g[i] * g[i];
+    m[i] += k.rest1 * (g[i] - m[i]);
+    v[i] += k.rest2 * (g[i] * g[i] - v[i]);
     w[i] -= s.lr * k.inverse1 * m[i] / (sqrtf(v[i]) * k.inverse_root2 + k.eps);
   }
   store_floats(s.master + at, w);
@@ -72,8 +72,8 @@ __global__ __launch_bounds__(kAdamThreads) void square_sum(double* part, const f
 
 }  // namespace mk
 
-MK_API int mk_adamw(const MegakitShard* shards, int count, float beta1, float beta2, float eps, float correction1,
-                    float correction2, float grad_scale, int dtype, void* stream) {
+MK_API int mk_adamw(const MegakitShard* shards, int count, double beta1, double beta2, double eps, double correction1,
+                    double correction2, double grad_scale, int dtype, void* stream) {
   if (count < 1 || count > MEGAKIT_SHARDS) return mk::kBadSize;
   mk::Shards all{};
   bool wide = true;
@@ -87,7 +87,8 @@ MK_API int mk_adamw(const MegakitShard* shards, int count, float beta1, float be
     blocks += (s.size + each - 1) / each;
     if (blocks > INT_MAX) return mk::kBadSize;
   }
-  const mk::Adam k{beta1, beta2, eps, float(1.0 / correction1), float(1.0 / std::sqrt(double(correction2))), grad_scale};
+  const mk::Adam k{float(1.0 - beta1), float(1.0 - beta2), float(eps), float(1.0 / correction1),
+                   float(1.0 / std::sqrt(correction2)), float(grad_scale)};
   return mk::by_type(dtype, [&](auto t) {
     using T = decltype(t);
     const auto kernel = wide ? mk::adamw<T, true> : mk::adamw<T, false>;

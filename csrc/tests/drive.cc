@@ -216,7 +216,7 @@ void optimizer() {
     shards[i] = {flat[i][0]->get(), flat[i][1]->get(), flat[i][2]->get(), flat[i][3]->get(), weights[i]->get(), sizes[i], 0.1f,
                  0.01f};
   }
-  check(!mk_adamw(shards, 4, 0.9f, 0.95f, 1e-8f, 0.1f, 0.05f, 1.f, kType<T>, nullptr), "adamw refuses");
+  check(!mk_adamw(shards, 4, 0.9, 0.95, 1e-8, 0.1, 0.05, 1.0, kType<T>, nullptr), "adamw refuses");
   for (int i = 0; i < 4; i++) {
     weights[i]->written("the weights of adamw");
     Buffer<double> part(3);

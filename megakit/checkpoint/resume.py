@@ -208,7 +208,7 @@ def check_model(
 
     Raises Refused listing every model field that differs, with both values; or if the tokenizer is another one, or the
     optimizer keeps other states than were saved. Other data, another grid, ZeRO stage, precision or batch are allowed; other
-    data is an alert.
+    data is an alert, and so is what a checkpoint doesn't have: the history of fp8's delayed scaling.
     """
     different = differences(manifest["config"]["model"], cfg.model)
     if different:
@@ -223,12 +223,19 @@ def check_model(
             f"the checkpoint of step {manifest['step']} was trained with the tokenizer {saved[:12]}..., data.tokenizer is"
             f" {tokenizer[:12]}...: token ids mean other text; use the same file, or another checkpoint.dir"
         )
+    alerts = []
     if data is not None and manifest.get("data") not in (None, json.loads(json.dumps(data))):
-        return [
+        alerts.append(
             f"the data is not that of the checkpoint of step {manifest['step']}: samples go on at the same position in"
             " another order or text"
-        ]
-    return []
+        )
+    if cfg.ops.fp8_recipe == "delayed":
+        alerts.append(
+            "ops.fp8_recipe = delayed scales by the largest values of former steps, which are not in checkpoints: they are"
+            " gathered anew, and the first steps after a resume differ from those of a run that was not interrupted;"
+            " ops.fp8_recipe=current has no such history"
+        )
+    return alerts
 
 
 def _check_optimizer(manifest: dict[str, Any], now: OptimConfig) -> None:

@@ -49,10 +49,13 @@ class Target:
 def cuda(architectures: Sequence[str] = ARCHITECTURES) -> Target:
     """Raises Refused without nvcc, or with one that knows none of the architectures."""
     home = os.environ.get("CUDA_HOME")
-    nvcc = shutil.which("nvcc", path=f"{home}/bin" if home else None)
+    of_home, of_path = shutil.which("nvcc", path=f"{home}/bin") if home else None, shutil.which("nvcc")
+    nvcc = of_home or of_path
     if nvcc is None:
-        where = f"CUDA_HOME = {home}" if home else "PATH"
+        where = f"CUDA_HOME = {home}, nor in PATH" if home else "PATH"
         raise Refused(f"no nvcc in {where}: install the CUDA toolkit, or copy a {NAMES['cuda']} into {folder()}")
+    if home and not of_home:
+        print(f"megakit: no nvcc in CUDA_HOME = {home}: using {nvcc}, found in PATH", file=sys.stderr)
     known = _run([nvcc, "--list-gpu-code"]).split()
     usable = [a for a in architectures if a.rstrip("a") in known]
     if not usable:

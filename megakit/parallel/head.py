@@ -14,6 +14,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
 from megakit.ops.gemm import accumulate_outer
 from megakit.ops.loss import loss_stats
@@ -69,6 +70,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, g):
         (x, weight, labels, top, exps), region = ctx.saved_tensors, ctx.region
         x = x.detach()  # what is put off must not keep the stage's graph

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from megakit.ops.backends import CSRC, TORCH, suits
 from megakit.ops.loss import loss_gradient_, loss_stats
@@ -59,6 +60,7 @@ class _CrossEntropy(torch.autograd.Function):
         return loss.masked_fill(~valid, 0.0).sum()
 
     @staticmethod
+    @once_differentiable  # in place: a second one would not see how the first depends on the logits
     def backward(ctx, g):
         p, local, mine, valid, lse = ctx.saved_tensors
         target = (1.0 - ctx.smoothing) * mine.unsqueeze(-1)
@@ -128,6 +130,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, g):
         if ctx.done:
             raise RuntimeError("the gradient of this loss has taken the place of its logits: it can be made only once")

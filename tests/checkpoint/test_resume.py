@@ -244,3 +244,12 @@ def test_what_may_differ():
     assert "the data is not that of the checkpoint of step 3" in alert
     with pytest.raises(Refused, match=r"tokenizer aaaaaaaaaaaa\.\.\., data\.tokenizer is bbbbbbbbbbbb\.\.\."):
         check_model(saved, cfg, {"seed": 1}, "b" * 64)
+
+
+def test_what_no_checkpoint_has():
+    saved, cfg = manifest(llama()), llama()
+    cfg.train.precision, cfg.ops.fp8, cfg.ops.fp8_recipe = "fp8", "te", "delayed"
+    (alert,) = check_model(saved, cfg)
+    assert alert.startswith("ops.fp8_recipe = delayed") and "not in checkpoints" in alert and "\n" not in alert
+    cfg.ops.fp8_recipe = "current"
+    assert check_model(saved, cfg) == []

@@ -102,8 +102,9 @@ def test_refusals_are_one_line_with_the_cure(tmp_path, monkeypatch, capsys):
     assert "clang-99" in refusal(capsys, "emulated")
     tool(tmp_path / "nvcc", "echo sm_75")
     assert "knows none of sm_80, sm_90a, sm_100, only sm_75" in refusal(capsys)
+    (tmp_path / "nvcc").unlink()
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "none"))
-    assert "no nvcc in CUDA_HOME" in refusal(capsys)
+    assert f"no nvcc in CUDA_HOME = {tmp_path / 'none'}, nor in PATH: install" in refusal(capsys)
 
 
 def test_no_sources_and_no_place_to_write(gxx, tmp_path, monkeypatch):
@@ -124,6 +125,14 @@ def test_gpus_that_the_compiler_knows(tmp_path, monkeypatch):
     flags = " ".join(build.cuda().flags)
     assert "arch=compute_80,code=sm_80 " in flags and "arch=compute_90a,code=sm_90a " in flags and "100" not in flags
     assert flags.endswith("code=compute_80")
+
+
+def test_a_wrong_cuda_home_falls_back_to_the_path(tmp_path, monkeypatch, capsys):
+    tool(tmp_path / "nvcc", "echo sm_80")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("CUDA_HOME", "/nowhere")
+    assert build.cuda().compiler == str(tmp_path / "nvcc")
+    assert f"no nvcc in CUDA_HOME = /nowhere: using {tmp_path / 'nvcc'}, found in PATH" in capsys.readouterr().err
 
 
 def test_nothing_is_built_at_import():

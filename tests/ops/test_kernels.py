@@ -317,6 +317,23 @@ def test_adamw_is_that_of_torch(order):
         close(b, oracle.state[p]["exp_avg_sq"], torch.float32)
 
 
+def test_adamw_with_moments_near_their_gradient(emulated):
+    """A constant gradient: the second moment ends at its square, for betas whose fp32 neighbours are not theirs (1 - 0.999 in
+    fp32 is 1.3e-5 off), and is that of float64 on the way."""
+    beta, eps, lr = (0.9, 0.999), 1e-12, 1e-3
+    w, m, v, g = torch.zeros(64), torch.zeros(64), torch.zeros(64), torch.linspace(0.1, 3.0, 64)
+    param = torch.nn.Parameter(w.double())
+    oracle = torch.optim.AdamW([param], lr=lr, betas=beta, eps=eps, weight_decay=0.0)
+    for step in range(1, 401):
+        param.grad = g.double()
+        oracle.step()
+        adamw_([AdamShard(w, m, v, g, None, lr, 0.0)], step, beta, eps)
+        torch.testing.assert_close(v.double(), oracle.state[param]["exp_avg_sq"], rtol=1e-6, atol=0.0)
+    v.copy_(g.square())
+    adamw_([AdamShard(w, m, v, g, None, lr, 0.0)], 10**6, beta, eps)
+    assert torch.equal(v, g.square())
+
+
 def test_adamw_of_more_shards_than_one_launch_takes_and_of_odd_addresses(order):
     flat = [torch.randn(1201).abs() for _ in range(4)]
     parts = [(lo, lo + 12) for lo in range(1, 1201, 12)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -96,6 +97,24 @@ def test_gradcheck(emulated, name):
     function, shapes = CASES[name]
     inputs = [rand(*shape) for shape in shapes]
     assert torch.autograd.gradcheck(function, inputs, eps=1e-2, atol=5e-3, rtol=5e-3, nondet_tol=1e-6)
+
+
+LINEAR = {"rope", "dropout"}
+"""Their backward passes are the operators themselves, which have gradients."""
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_a_second_gradient_is_right_or_refused(emulated, name):
+    function, shapes = CASES[name]
+    inputs = [rand(*shape) for shape in shapes]
+    out = function(*inputs)
+    total = sum(o.square().sum() for o in (out if isinstance(out, tuple) else (out,)))
+    first = torch.autograd.grad(total, inputs, create_graph=True)
+    if name in LINEAR:
+        assert torch.autograd.grad(first[0].sum(), inputs[0])[0].isfinite().all()
+        return
+    with pytest.raises(RuntimeError, match=r"first gradients only|once_differentiable"):
+        sum(f.sum() for f in first).backward()
 
 
 @pytest.mark.parametrize("name", [n for n in CASES if n != "rope in place"])
@@ -228,7 +247,55 @@ def test_a_new_seed_compiles_nothing_new(emulated):
     assert graphs.frame_count == 2  # one for the first seed, one for all others
 
 
-C_TYPES = {"int": "i", "int64_t": "l", "uint64_t": "u", "float": "f"}
+def test_a_new_offset_compiles_nothing_new(emulated):
+    """Of a rotation: each piece of a sequence begins elsewhere."""
+    torch._dynamo.reset()
+    x, table = torch.randn(2, 1, 2, 8, requires_grad=True), (torch.randn(40, 1, 1, 4), torch.randn(40, 1, 1, 4))
+    graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda x, offset: rotate(x, table, offset, False, "csrc"), fullgraph=True, backend=graphs)
+    for offset in range(5, 20):
+        got, expected = compiled(x, offset), rotate(x, table, offset, False, "csrc")
+        assert torch.equal(got, expected)
+        assert torch.equal(torch.autograd.grad(got.sum(), x)[0], torch.autograd.grad(expected.sum(), x)[0])
+    assert graphs.frame_count == 2  # one for the first offset, one for all others
+
+
+class _Fails:
+    """A library whose kernels can't be started on this GPU."""
+
+    def __init__(self, status: int, words: bytes):
+        self.mk_swiglu_forward = lambda *args: status
+        self.megakit_error = lambda error: {status: words}[error]
+
+
+def test_a_cuda_error_is_named(monkeypatch):
+    """In one line with the operator and what it was called with."""
+    for status, words, cure in (
+        (209, "no kernel image is available for execution on the device", "megakit.ops.build --arch"),
+        (700, "an illegal memory access was encountered", "CUDA_LAUNCH_BLOCKING=1"),
+    ):
+        failing = _Fails(status, words.encode())
+        monkeypatch.setattr(library, "load", lambda device, failing=failing: failing)
+        with pytest.raises(RuntimeError) as caught:
+            OPS.swiglu(torch.zeros(2, 3, 8, dtype=torch.bfloat16))
+        said = str(caught.value)
+        assert said.startswith(f"mk_swiglu_forward: CUDA error {status}, {words} (") and cure in said and "\n" not in said
+        assert said.endswith("on cpu: [2, 3, 4] bfloat16, [2, 3, 8] bfloat16")
+
+
+def test_the_library_knows_what_cuda_calls_an_error(tmp_path):
+    """The source of megakit_error, by nvcc: no GPU is needed to ask."""
+    if shutil.which("nvcc") is None:
+        pytest.skip("no nvcc")
+    out = tmp_path / "abi.so"
+    command = ["nvcc", "-shared", "-Xcompiler", "-fPIC", "--cudart", "static", str(SOURCES / "kernels/abi.cu"), "-o", str(out)]
+    subprocess.run(command, check=True, capture_output=True)
+    function = ctypes.CDLL(str(out)).megakit_error
+    function.restype = ctypes.c_char_p
+    assert function(209) == b"no kernel image is available for execution on the device" and function(2) == b"out of memory"
+
+
+C_TYPES = {"int": "i", "int64_t": "l", "uint64_t": "u", "float": "f", "double": "d"}
 
 
 def test_signatures_are_those_of_the_header():

@@ -10,7 +10,7 @@
 #include <stdint.h>
 
 /* Of this interface: it changes when a signature or a meaning does. */
-#define MEGAKIT_ABI_VERSION 1
+#define MEGAKIT_ABI_VERSION 2
 
 #ifdef __cplusplus
 extern "C" {
@@ -19,6 +19,8 @@ extern "C" {
 int megakit_abi_version(void);
 /* Of the sources: what the build was made of. */
 const char* megakit_source_hash(void);
+/* What CUDA says of a positive result. */
+const char* megakit_error(int error);
 
 /* Norms. h = x (+ residual, then stored to `sum`), y = (h - mean) rstd weight + bias; RMSNorm has no mean and no bias, and
  * they are null. cols up to 16384. residual and sum may be null. mean and rstd: fp32 [rows], for the backward. */
@@ -70,7 +72,7 @@ int mk_softmax_backward(void* dx, const void* dy, const void* y, int64_t rows, i
 int mk_dropout(void* y, const void* x, const void* residual, int64_t n, float p, uint64_t seed, int dtype, void* stream);
 
 /* AdamW on up to MEGAKIT_SHARDS flat shards in one launch. All fp32 but `weights`, a copy of the master in `dtype`, which may
- * be null. */
+ * be null. correction: 1 - beta^t. The numbers are doubles: 1 - beta2 of a beta2 in fp32 is 1.3e-5 off for 0.999. */
 #define MEGAKIT_SHARDS 48
 typedef struct {
   float* master;
@@ -82,8 +84,8 @@ typedef struct {
   float lr;
   float decay; /* lr x weight decay */
 } MegakitShard;
-int mk_adamw(const MegakitShard* shards, int count, float beta1, float beta2, float eps, float correction1, float correction2,
-             float grad_scale, int dtype, void* stream);
+int mk_adamw(const MegakitShard* shards, int count, double beta1, double beta2, double eps, double correction1,
+             double correction2, double grad_scale, int dtype, void* stream);
 /* part[b], fp64 [blocks]: the sum of squares of block b's elements of x, fp32 [n]. */
 int mk_square_sum(double* part, const float* x, int64_t n, int blocks, void* stream);
 

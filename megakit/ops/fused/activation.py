@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megakit.ops.fused.library import call, dtype_code, fake, gradient, multiprocessors, needs, operator
+from megakit.ops.fused.library import call, dtype_code, fake, gradient, multiprocessors, needs, no_second_gradient, operator
 
 
 def _rows(x: Tensor) -> int:
@@ -102,3 +102,5 @@ def _gelu_gradient(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
 
 gradient("swiglu", _swiglu_gradient, _swiglu_context)
 gradient("gelu", _gelu_gradient, _gelu_context)
+no_second_gradient("swiglu")
+no_second_gradient("gelu")

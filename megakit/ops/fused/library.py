@@ -14,7 +14,7 @@ import torch
 
 from megakit.ops.folder import NAMES, folder
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 """MEGAKIT_ABI_VERSION of csrc/include/megakit/abi.h."""
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -25,6 +25,7 @@ _TYPES = {
     "l": ctypes.c_int64,
     "u": ctypes.c_uint64,
     "f": ctypes.c_float,
+    "d": ctypes.c_double,
 }
 
 _SIGNATURES = {
@@ -40,10 +41,13 @@ _SIGNATURES = {
     "mk_softmax_forward": "ppp" + "liiifii",
     "mk_softmax_backward": "ppp" + "lifi",
     "mk_dropout": "ppp" + "lfui",
-    "mk_adamw": "pi" + "ffffff" + "i",
+    "mk_adamw": "pi" + "dddddd" + "i",
     "mk_square_sum": "pp" + "li",
 }
-"""The parameters of each function but the last, the stream: pointer, int, int64, uint64, float."""
+"""The parameters of each function but the last, the stream: pointer, int, int64, uint64, float, double."""
+
+NO_KERNEL_IMAGE = 209
+"""cudaErrorNoKernelImageForDevice: the library has no code for this GPU."""
 
 _REFUSALS = {-1: "a dtype that the kernel doesn't have", -2: "a size or an alignment that the kernel doesn't have"}
 
@@ -72,6 +76,7 @@ def load(device_type: str) -> ctypes.CDLL:
         for name, types in _SIGNATURES.items():
             function = getattr(library, name)
             function.argtypes, function.restype = [*(_TYPES[t] for t in types), ctypes.c_void_p], ctypes.c_int
+        library.megakit_error.argtypes, library.megakit_error.restype = [ctypes.c_int], ctypes.c_char_p
     except (OSError, AttributeError) as e:
         raise Missing(f"{path} can't be loaded ({e}): {cure}") from e
     return library
@@ -92,13 +97,21 @@ def call(name: str, device: torch.device, *args: Any) -> None:
 
     Raises RuntimeError if the kernel refuses the call or can't be started.
     """
-    cuda = device.type == "cuda"
+    cuda, library = device.type == "cuda", load(device.type)
     values = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args]
     with torch.cuda.device(device) if cuda else nullcontext():
         stream = torch.cuda.current_stream(device).cuda_stream if cuda else None
-        status = getattr(load(device.type), name)(*values, stream)
+        status = getattr(library, name)(*values, stream)
     if status:
-        raise RuntimeError(f"{name}: {_REFUSALS.get(status, f'CUDA error {status}')}")
+        shapes = ", ".join(f"{list(a.shape)} {str(a.dtype).removeprefix('torch.')}" for a in args if isinstance(a, torch.Tensor))
+        raise RuntimeError(f"{name}: {_REFUSALS.get(status) or _cuda_error(library, status)}; on {device}: {shapes}")
+
+
+def _cuda_error(library: ctypes.CDLL, status: int) -> str:
+    cure = {NO_KERNEL_IMAGE: "build for it: python -m megakit.ops.build --arch"}.get(
+        status, "an earlier kernel's error may show here, CUDA_LAUNCH_BLOCKING=1 tells whose it is"
+    )
+    return f"CUDA error {status}, {library.megakit_error(status).decode()} ({cure})"
 
 
 def dtype_code(x: torch.Tensor) -> int:
@@ -144,3 +157,12 @@ def fake(name: str) -> Callable[[F], F]:
 def gradient(name: str, backward: Callable[..., Any], setup_context: Callable[..., None]) -> None:
     """The operator's backward pass, as torch.library.register_autograd takes it."""
     torch.library.register_autograd(f"megakit::{name}", backward, setup_context=setup_context, lib=_NAMESPACE)
+
+
+def no_second_gradient(name: str) -> None:
+    """Differentiating the operator's backward pass, as after create_graph=True, raises RuntimeError."""
+
+    def refuse(ctx: Any, *grads: Any) -> None:
+        raise RuntimeError(f"megakit::{name} has first gradients only: use torch's operator where a second one is needed")
+
+    gradient(f"{name}_backward", refuse, lambda ctx, inputs, output: None)

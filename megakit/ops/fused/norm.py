@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megakit.ops.fused.library import call, dtype_code, fake, gradient, multiprocessors, needs, operator
+from megakit.ops.fused.library import call, dtype_code, fake, gradient, multiprocessors, needs, no_second_gradient, operator
 
 ROWS_AHEAD = 2
 """AHEAD of csrc/kernels/norm.cu: rows that a block has on their way while it computes another."""
@@ -138,3 +138,4 @@ def _add_norm_gradient(ctx: Any, dy: Tensor | None, dsum: Tensor | None, _mean: 
 
 gradient("norm", _norm_gradient, _norm_context)
 gradient("add_norm", _add_norm_gradient, _add_norm_context)
+no_second_gradient("norm")

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megakit.ops.fused.library import call, dtype_code, fake, gradient, needs, operator
 
@@ -36,7 +37,7 @@ def _distance(x: Tensor) -> int:
     return x.stride(1) if x.shape[1] > 1 else x.stride(0)
 
 
-@operator("rope(Tensor x, Tensor cos, Tensor sin, int offset, bool interleaved, bool inverse) -> Tensor")
+@operator("rope(Tensor x, Tensor cos, Tensor sin, SymInt offset, bool interleaved, bool inverse) -> Tensor")
 def rope(x: Tensor, cos: Tensor, sin: Tensor, offset: int, interleaved: bool, inverse: bool) -> Tensor:
     x = x if _regular(x) else x.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -44,7 +45,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, offset: int, interleaved: bool, in
     return out
 
 
-@operator("rope_(Tensor(a!) x, Tensor cos, Tensor sin, int heads, int offset, bool interleaved, bool inverse) -> ()")
+@operator("rope_(Tensor(a!) x, Tensor cos, Tensor sin, int heads, SymInt offset, bool interleaved, bool inverse) -> ()")
 def rope_(x: Tensor, cos: Tensor, sin: Tensor, heads: int, offset: int, interleaved: bool, inverse: bool) -> None:
     if not _regular(x):
         raise RuntimeError(f"rope_ turns tensors in place whose tokens lie at one distance, not strides {x.stride()}")
@@ -87,6 +88,7 @@ class RotateInPlace(torch.autograd.Function):
         return x
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         heads, width, offset, interleaved = ctx.turn
         g = g.contiguous()

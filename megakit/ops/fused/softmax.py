@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megakit.ops.fused.library import call, dtype_code, fake, gradient, needs, operator
+from megakit.ops.fused.library import call, dtype_code, fake, gradient, needs, no_second_gradient, operator
 
 
 @operator("softmax(Tensor x, Tensor? allowed, float scale, bool causal) -> Tensor")
@@ -52,3 +52,4 @@ def _gradient(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 
 gradient("softmax", _gradient, _context)
+no_second_gradient("softmax")
