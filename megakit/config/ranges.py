@@ -116,6 +116,7 @@ RANGES: dict[str, Range] = {
     "optim.loss_scale_window": COUNT,
     "optim.loss_scale_hysteresis": COUNT,
     "data.weights": POSITIVE,
+    "data.max_epochs": POSITIVE,
     "data.mock_samples": COUNT,
     "data.prefetch": NOT_NEGATIVE,
     "checkpoint.interval_steps": COUNT,

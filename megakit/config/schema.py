@@ -213,6 +213,8 @@ class DataConfig:
     """File prefixes without .bin/.idx; relative to the folder the run was started in."""
     weights: Optional[List[float]] = None
     """Share of each path in the blend; null: by its number of tokens."""
+    max_epochs: Optional[float] = None
+    """Refuse a run that goes through any source of training data more often than this; null: no limit."""
     valid_path: List[str] = field(default_factory=list)
     """File prefixes of a separate validation set; when given, all of data.path is for training and split is unused."""
     tokenizer: Optional[str] = None

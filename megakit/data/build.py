@@ -6,6 +6,8 @@ import math
 import os
 from typing import Optional
 
+from megakit.config.batch import BatchSize
+from megakit.config.rules import total_steps
 from megakit.config.schema import Config
 from megakit.data.indexed import IndexedFile
 from megakit.data.mock import MockSource
@@ -30,7 +32,19 @@ def build_streams(cfg: Config) -> tuple[SampleStream, Optional[SampleStream]]:
             f"the training data has {train.samples} samples of train.seq_len={cfg.train.seq_len}, fewer than one "
             f"train.global_batch_size={batch}: give more data, a shorter sequence or a smaller batch"
         )
+    if cfg.data.max_epochs is not None:
+        _check_epochs(train, BatchSize.of(cfg.train).samples_of(total_steps(cfg)), cfg.data.max_epochs)
     return train, valid
+
+
+def _check_epochs(train: SampleStream, samples: int, most: float) -> None:
+    epochs = train.epochs(samples)
+    worst = int(epochs.argmax())
+    if epochs[worst] > most:
+        raise Refused(
+            f"{train.sources[worst].name} is gone through {epochs[worst]:.3g} times by the run's {samples:,} samples, "
+            f"data.max_epochs = {most:g}: give it a smaller weight or more data, or train for fewer steps"
+        )
 
 
 def _mock_streams(cfg: Config) -> tuple[SampleStream, Optional[SampleStream]]:

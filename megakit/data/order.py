@@ -6,8 +6,12 @@ whose few results beyond n go through the network again until they fall inside.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
+Network = Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], np.ndarray]
+"""(cell, rows, columns, key) -> cell, elementwise."""
 ORDER_VERSION = 1  # changes when the same seed would give another order
 _ROUNDS = 8
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -36,14 +40,24 @@ def permute(position: np.ndarray, n: np.ndarray, key: np.ndarray) -> np.ndarray:
 
     All int64 or uint64 [positions], 0 <= position < n elementwise. Returns int64 [positions].
     """
+    return _walk(position, n, key, _network)
+
+
+def unpermute(image: np.ndarray, n: np.ndarray, key: np.ndarray) -> np.ndarray:
+    """The position whose image under `permute` with the same `n` and `key` is `image`: int64 [positions]."""
+    return _walk(image, n, key, _network_back)
+
+
+def _walk(cell: np.ndarray, n: np.ndarray, key: np.ndarray, network: Network) -> np.ndarray:
+    """`cell` through the network, again and again until it is below n: that cycle walks back as it walks forth."""
     n = n.astype(np.uint64)
     key = key.astype(np.uint64)
     rows = np.ceil(np.sqrt(n.astype(np.float64))).astype(np.uint64)
     columns = (n + rows - np.uint64(1)) // rows
-    result = position.astype(np.uint64)
+    result = cell.astype(np.uint64)
     outside = np.arange(len(result))
     while len(outside):
-        result[outside] = _network(result[outside], rows[outside], columns[outside], key[outside])
+        result[outside] = network(result[outside], rows[outside], columns[outside], key[outside])
         outside = outside[result[outside] >= n[outside]]
     return result.astype(np.int64)
 
@@ -55,4 +69,14 @@ def _network(cell: np.ndarray, rows: np.ndarray, columns: np.ndarray, key: np.nd
             row = (row + hash_of(key, column + np.uint64(i << 56)) % rows) % rows
         else:
             column = (column + hash_of(key, row + np.uint64(i << 56)) % columns) % columns
+    return row * columns + column
+
+
+def _network_back(cell: np.ndarray, rows: np.ndarray, columns: np.ndarray, key: np.ndarray) -> np.ndarray:
+    row, column = cell // columns, cell % columns
+    for i in reversed(range(_ROUNDS)):
+        if i % 2 == 0:
+            row = (row + rows - hash_of(key, column + np.uint64(i << 56)) % rows) % rows
+        else:
+            column = (column + columns - hash_of(key, row + np.uint64(i << 56)) % columns) % columns
     return row * columns + column

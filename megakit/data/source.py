@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from megakit.data.indexed import IndexedFile
 from megakit.errors import Refused
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens [start, start + tokens) of one document, `length` tokens long; `document` is its number in the file."""
+
+    document: int
+    start: int
+    tokens: int
+    length: int
 
 
 def counted(documents: np.ndarray) -> np.ndarray:
@@ -24,7 +35,7 @@ class FileSource:
     """
 
     def __init__(self, file: IndexedFile, documents: tuple[int, int], *, seq_len: int, vocab_size: int):
-        self._file, self._seq_len, self._vocab_size = file, seq_len, vocab_size
+        self.file, self._seq_len, self._vocab_size = file, seq_len, vocab_size
         self._start = file.document_start(documents[0])
         self.documents = documents
         self.tokens = file.document_start(documents[1]) - self._start
@@ -44,7 +55,7 @@ class FileSource:
         for row, sample in enumerate(samples.tolist()):
             if not 0 <= sample < self.samples:
                 raise IndexError(f"sample {sample} of {self.samples} in {self.name}")
-            tokens[row] = self._file.read(self._start + sample * self._seq_len, size)
+            tokens[row] = self.file.read(self._start + sample * self._seq_len, size)
         if len(samples):
             self._check(samples, tokens)
         return tokens
@@ -54,8 +65,30 @@ class FileSource:
         size = self._seq_len + 1
         found = np.empty((len(samples), size), np.int64)
         for row, sample in enumerate(samples.tolist()):
-            found[row] = self._file.documents_of(self._start + sample * self._seq_len, size)
+            found[row] = self.file.documents_of(self._start + sample * self._seq_len, size)
         return counted(found)
+
+    def pieces(self, sample: int) -> list[Piece]:
+        """What the seq_len + 1 tokens of a sample are, in order."""
+        start = self._start + sample * self._seq_len
+        numbers, counts = np.unique(self.file.documents_of(start, self._seq_len + 1), return_counts=True)
+        out = []
+        for number, count in zip(numbers.tolist(), counts.tolist()):
+            first = self.file.document_start(number)
+            out.append(Piece(number, start - first, count, self.file.document_start(number + 1) - first))
+            start += count
+        return out
+
+    def samples_with(self, document: int) -> range:
+        """The samples that hold a token of this document of the file; none if it is of another part, or at the unused end."""
+        if not self.documents[0] <= document < self.documents[1]:
+            return range(0)
+        first = self.file.document_start(document) - self._start
+        end = self.file.document_start(document + 1) - self._start
+        if first == end:
+            return range(0)
+        # sample i has the tokens i * seq_len to i * seq_len + seq_len, both included
+        return range(max(0, -(-(first - self._seq_len) // self._seq_len)), min((end - 1) // self._seq_len + 1, self.samples))
 
     def _check(self, samples: np.ndarray, tokens: np.ndarray) -> None:
         if int(tokens.min()) >= 0 and int(tokens.max()) < self._vocab_size:
@@ -63,6 +96,6 @@ class FileSource:
         row, column = np.argwhere((tokens < 0) | (tokens >= self._vocab_size))[0]
         at = self._start + int(samples[row]) * self._seq_len + int(column)
         raise Refused(
-            f"{self._file.bin_path}: token {at} is {int(tokens[row, column])}, model.vocab_size is {self._vocab_size}: "
+            f"{self.file.bin_path}: token {at} is {int(tokens[row, column])}, model.vocab_size is {self._vocab_size}: "
             "the data was made with another tokenizer or is damaged"
         )

@@ -12,8 +12,8 @@ from typing import Any, Optional, Protocol
 
 import numpy as np
 
-from megakit.data.blend import Blend
-from megakit.data.order import ORDER_VERSION, hash_of, permute
+from megakit.data.blend import BLEND_VERSION, Blend
+from megakit.data.order import ORDER_VERSION, hash_of, permute, unpermute
 from megakit.errors import Refused
 
 SAMPLE_BITS = 40
@@ -63,6 +63,8 @@ class SampleStream:
             "counts": self._blend.counts.tolist(),
             "sources": [source.fingerprint for source in sources],
         }
+        if len(self.sources) > 1:
+            self.fingerprint["blend_version"] = BLEND_VERSION
 
     def ids(self, start: int, count: int) -> np.ndarray:
         """Sample ids of the global positions [start, start + count), any epoch: int64 [count]."""
@@ -70,6 +72,37 @@ class SampleStream:
         size = self._sizes[source]
         sample = permute(use % size, size, hash_of(self._seed, source, use // size))
         return (source << SAMPLE_BITS) | sample
+
+    def positions_of(self, sample_id: int, before: int) -> np.ndarray:
+        """The global positions below `before` at which this sample stands, one an epoch of its source: int64, ascending."""
+        number, sample = self.place(sample_id)
+        size = self._sizes[number]
+        uses = self._blend.uses(before)[number]
+        epoch = np.arange(-(-uses // size))
+        source = np.full(len(epoch), number)
+        sizes = np.full(len(epoch), size)
+        place = unpermute(np.full(len(epoch), sample), sizes, hash_of(self._seed, source, epoch))
+        use = epoch * size + place
+        return self._blend.position(source[use < uses], use[use < uses])
+
+    def epoch_of(self, position: int) -> int:
+        """How often its source was gone through before this global position."""
+        source, use = self._blend.at(np.array([position]))
+        return int(use[0] // self._sizes[source[0]])
+
+    @staticmethod
+    def sample_id(number: int, sample: int) -> int:
+        """The id of a sample of source `number`."""
+        return (number << SAMPLE_BITS) | sample
+
+    @staticmethod
+    def place(sample_id: int) -> tuple[int, int]:
+        """Number of its source, and of the sample in it."""
+        return sample_id >> SAMPLE_BITS, sample_id & _SAMPLE_MASK
+
+    def epochs(self, samples: int) -> np.ndarray:
+        """How often each source is gone through in the first `samples` samples: float64 [sources]."""
+        return self._blend.uses(samples) / self._sizes
 
     def read(self, ids: np.ndarray) -> np.ndarray:
         """Tokens of these sample ids: int64 [n, seq_len + 1]; the last token is the target of the one before it."""
@@ -88,11 +121,16 @@ class SampleStream:
             out[rows] = ask(self.sources[int(i)], ids[rows] & _SAMPLE_MASK)
         return out
 
-    def describe(self) -> str:
-        """One line: samples and tokens of an epoch, the share of each source, what could not be checked."""
+    def describe(self, samples: Optional[int] = None) -> str:
+        """One line: samples and tokens of an epoch, the share of each source, what could not be checked; and how often a run
+        of so many samples goes through each source."""
+        epochs = [""] * len(self.sources) if samples is None else [f", {e:.3g} epochs" for e in self.epochs(samples)]
         each = [
-            f"{source.name} {share:.4g}{''.join(f' ({note})' for note in source.notes)}"
-            for source, share in zip(self.sources, self._blend.shares)
+            f"{source.name} {share:.4g}{epoch}{''.join(f' ({note})' for note in source.notes)}"
+            for source, share, epoch in zip(self.sources, self._blend.shares, epochs)
         ]
         tokens = self.samples * self.seq_len
-        return f"{self.kind}: {self.samples:,} samples of {self.seq_len:,} tokens an epoch ({tokens:,} tokens): {', '.join(each)}"
+        joint = ", " if samples is None else "; "
+        return (
+            f"{self.kind}: {self.samples:,} samples of {self.seq_len:,} tokens an epoch ({tokens:,} tokens): {joint.join(each)}"
+        )

@@ -13,7 +13,6 @@ from megakit.config.rules import total_steps
 from megakit.config.schema import Config
 from megakit.config.terminal import as_text
 from megakit.data.build import build_streams
-from megakit.data.stream import SampleStream
 from megakit.data.tokenizer import Tokenizer, load_tokenizer
 from megakit.errors import EXIT_DONE
 from megakit.launch import process_group, run_folder
@@ -71,7 +70,9 @@ def _run(cfg: Config, ranks: Ranks, state: ParallelState, comm: Comm) -> None:
     ok = False
     try:
         if writer:
-            _announce(writer, choice, alerts, train, valid)
+            left = BatchSize.of(cfg.train).samples_of(last - progress.step, progress.consumed_samples)
+            data = [train.describe(progress.consumed_samples + left), valid.describe() if valid else None]
+            _announce(writer, choice, alerts, data)
             if engine.ops_note:
                 writer.message(engine.ops_note)
             if state.device.type == "cpu" and _is_slow(cfg.train.precision):
@@ -119,10 +120,8 @@ def _start(cfg: Config, engine: Engine, choice: store.Choice) -> Progress:
     return Progress()
 
 
-def _announce(
-    writer: MetricsWriter, choice: store.Choice, alerts: list[str], train: SampleStream, valid: SampleStream | None
-) -> None:
-    for line in (choice.line, train.describe(), valid.describe() if valid else None):
+def _announce(writer: MetricsWriter, choice: store.Choice, alerts: list[str], data: list[str | None]) -> None:
+    for line in (choice.line, *data):
         if line:
             writer.message(line)
     if choice.path is not None:

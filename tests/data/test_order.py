@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megakit.data.order import hash_of, permute
+from megakit.data.order import hash_of, permute, unpermute
 
 
 def image(n: int, seed: int = 7, epoch: int = 0) -> np.ndarray:
@@ -14,6 +14,14 @@ def image(n: int, seed: int = 7, epoch: int = 0) -> np.ndarray:
 def test_bijection(n: int) -> None:
     for epoch in range(3):
         assert np.array_equal(np.sort(image(n, epoch=epoch)), np.arange(n))
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 42, 97, 4096, 65537, (1 << 40) - 1, 3 * 10**11])
+def test_the_way_back(n: int) -> None:
+    position = np.unique(np.linspace(0, n - 1, min(n, 3000)).astype(np.int64))
+    size, key = np.full(len(position), n), hash_of(3, 1, position % 4)
+    assert np.array_equal(unpermute(permute(position, size, key), size, key), position)
+    assert np.array_equal(permute(unpermute(position, size, key), size, key), position)
 
 
 @pytest.mark.parametrize("n", [(1 << 40) - 1, 3 * 10**11])

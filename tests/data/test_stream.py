@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from megakit.data.build import build_streams
+from megakit.data.source import FileSource
 from megakit.data.stream import SAMPLE_BITS, SampleStream
+from megakit.errors import Refused
 from tests.data.corpus import recipe, write_corpus
 
 SEQ = 8
@@ -123,6 +125,49 @@ def test_fingerprint_tells_what_would_change_the_samples(tmp_path: Path) -> None
     assert base != two(tmp_path, data__weights=[1.0, 2.0]).fingerprint
     write_corpus(tmp_path / "other", [300 * SEQ + 1], seed=5)
     assert base != build_streams(recipe([tmp_path / "other", tmp_path / "small"]))[0].fingerprint
+
+
+@pytest.mark.parametrize("weights", [None, [1.0, 3.0], [5.0, 1.0]])
+@pytest.mark.parametrize("before", [0, 1, 700, 5000])
+def test_positions_of_a_sample(tmp_path: Path, weights: list[float] | None, before: int) -> None:
+    """Against a search of the whole order."""
+    stream = two(tmp_path, data__weights=weights)
+    ids = stream.ids(0, before)
+    for sample_id in (0, 299, SampleStream.sample_id(1, 0), SampleStream.sample_id(1, 41)):
+        found = stream.positions_of(sample_id, before)
+        assert found.tolist() == np.flatnonzero(ids == sample_id).tolist()
+        assert [stream.epoch_of(int(g)) for g in found] == list(range(len(found)))
+
+
+def test_epochs_of_a_run(tmp_path: Path) -> None:
+    stream = two(tmp_path, data__weights=[1.0, 1.0])
+    assert stream.epochs(840).tolist() == [420 / 300, 420 / 42]
+    assert "big 0.5, 1.4 epochs; " in stream.describe(840) and "small 0.5, 10 epochs" in stream.describe(840)
+    keys = {"data__weights": [1.0, 1.0], "train__global_batch_size": 4, "train__steps": 210}
+    two(tmp_path, **keys, data__max_epochs=10.0)
+    with pytest.raises(Refused, match=r"small is gone through 10 times .* data\.max_epochs = 9\.9"):
+        two(tmp_path, **keys, data__max_epochs=9.9)
+
+
+def test_pieces_of_a_sample(tmp_path: Path) -> None:
+    """Each document, part by part, out of the samples; and which samples hold a document."""
+    lengths = [4, 3, 11, 0, 1, 20, 2, 14, 30]
+    tokens = write_corpus(tmp_path / "a", lengths, seed=1)
+    cfg = recipe([tmp_path / "a"], data__split="70,30", train__eval_interval=1, train__global_batch_size=1)
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    for stream in build_streams(cfg):
+        assert stream is not None
+        source = stream.sources[0]
+        assert isinstance(source, FileSource)
+        held: dict[int, list[int]] = {d: [] for d in range(len(lengths))}
+        for sample in range(source.samples):
+            pieces = source.pieces(sample)
+            read = [tokens[starts[p.document] + p.start :][: p.tokens] for p in pieces]
+            assert np.concatenate(read).tolist() == stream.read(np.array([sample]))[0].tolist()
+            for p in pieces:
+                assert p.length == lengths[p.document] and p.start >= 0 and 0 < p.tokens <= p.length - p.start
+                held[p.document].append(sample)
+        assert {d: list(source.samples_with(d)) for d in held} == held
 
 
 def test_describe_is_one_line(tmp_path: Path) -> None:
