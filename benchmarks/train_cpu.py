@@ -27,8 +27,9 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # so that the plain command finds this clone from anywhere
 
+from megakit.config.derived import head_dim
 from megakit.config.schema import Config
-from megakit.modeling.layout import head_dim, parameter_count
+from megakit.modeling.layout import parameter_count
 from megakit.parallel.comm import Comm
 from megakit.parallel.grid import Grid, ParallelState
 from megakit.train.engine import Engine

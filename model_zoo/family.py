@@ -8,10 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
+from megakit.config.derived import head_dim
 from megakit.config.keys import MISSING
 from megakit.config.schema import Config, ModelConfig
 from megakit.errors import Refused
-from megakit.modeling.layout import head_dim, split_layers, stage_params
+from megakit.modeling.layout import split_layers, stage_params
 
 NO_BEARING = frozenset({"make_vocab_size_divisible_by", "hidden_dropout", "attention_dropout", "init_method_std"})
 """Fields of the model that change neither the shapes of the weights nor what they mean."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from megakit.config.derived import head_dim
 from megakit.config.schema import ModelConfig
 from megakit.errors import Refused
-from megakit.modeling.layout import head_dim
 from model_zoo.family import Family, need, required
 
 ARCHITECTURE = "LlamaForCausalLM"

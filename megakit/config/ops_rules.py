@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megakit.config.cures import Broken, broken_alone
+from megakit.config.derived import head_dim
 from megakit.config.keys import show
 from megakit.config.schema import Config
 
@@ -42,7 +43,7 @@ def _check_fp8(cfg: Config) -> None:
             [{"ops.fp8_recipe": "current"}],
             [{"parallel.recompute": "selective"}],
         )
-    width = m.hidden_size // m.num_attention_heads
+    width = head_dim(m)
     sizes = {
         "model.hidden_size": m.hidden_size,
         f"the query heads of a rank, {m.num_attention_heads // tp} of width {width},": m.num_attention_heads // tp * width,

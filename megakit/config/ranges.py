@@ -57,6 +57,8 @@ RANGES: dict[str, Range] = {
     "model.ffn_hidden_size": COUNT,
     "model.num_attention_heads": COUNT,
     "model.num_query_groups": COUNT,
+    "model.kv_channels": COUNT,
+    "model.window_size": COUNT,
     "model.vocab_size": Range(2, _SLIP),
     "model.max_position_embeddings": COUNT,
     "model.norm_epsilon": Range(0, 1, open_low=True, open_high=True),

@@ -8,6 +8,7 @@ from dataclasses import fields
 from megakit.config import ops_rules, optim_rules
 from megakit.config.batch import BatchSize
 from megakit.config.cures import Broken, Change, broken_alone, tried
+from megakit.config.derived import head_dim
 from megakit.config.keys import changes_nothing, show
 from megakit.config.ranges import check_each
 from megakit.config.schema import Config, DataConfig, LogConfig, ModelConfig, OptimConfig, ParallelConfig
@@ -124,11 +125,12 @@ def nearest_multiples(value: int, unit: int) -> str:
 def _check_model(cfg: Config) -> None:
     m = cfg.model
     pairs = 2 if m.position_embedding == "rope" else 1
-    if m.hidden_size % m.num_attention_heads:
+    if m.hidden_size % m.num_attention_heads and m.kv_channels is None:
         raise Broken(
             f"model.hidden_size = {m.hidden_size} is not divisible by model.num_attention_heads = {m.num_attention_heads}",
             *_widths(m, pairs),
             _heads(m, pairs),
+            [{"model.kv_channels": round(m.hidden_size / m.num_attention_heads / 2) * 2 or 2}],
         )
     if m.num_attention_heads % m.num_query_groups:
         divisors = _divisors(m.num_attention_heads)
@@ -137,7 +139,12 @@ def _check_model(cfg: Config) -> None:
             f" {m.num_query_groups}; valid groups {_listed(divisors)}",
             [{"model.num_query_groups": n} for n in _nearest_first(divisors, m.num_query_groups)],
         )
-    width = m.hidden_size // m.num_attention_heads
+    if m.add_qkv_bias and m.add_bias_linear:
+        raise broken_alone("model.add_qkv_bias", True, "model.add_bias_linear = true", False, [{"model.add_bias_linear": False}])
+    width = head_dim(m)
+    if m.position_embedding == "rope" and width % 2 and m.kv_channels is not None:
+        near: list[list[Change]] = [[{"model.kv_channels": width + d}] for d in (-1, 1) if width + d]
+        raise Broken(f"model.kv_channels = {width} is odd, and rope turns pairs", *near)
     if m.position_embedding == "rope" and width % 2:
         raise Broken(
             f"model.hidden_size / model.num_attention_heads = {m.hidden_size} / {m.num_attention_heads} = {width} is odd, and"

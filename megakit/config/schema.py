@@ -32,6 +32,8 @@ class ModelConfig:
     """True vocabulary. Rows added for the grid (make_vocab_size_divisible_by) never take part in the loss."""
     max_position_embeddings: int = MISSING
     """Longest sequence: rows of a learned position table, or the context a rotary model is meant for (linear: before scaling)."""
+    kv_channels: Optional[int] = None
+    """Width of a head, of queries, keys and values alike; null: hidden_size / num_attention_heads."""
     normalization: str = "rmsnorm"
     """rmsnorm | layernorm (with bias)."""
     norm_epsilon: float = 1e-5
@@ -60,6 +62,12 @@ class ModelConfig:
     """yarn: multiplies cos and sin (its mscale), so the scores by its square; null: 0.1 * ln(rope_factor) + 1."""
     add_bias_linear: bool = False
     """Biases on every linear layer but the output head."""
+    add_qkv_bias: bool = False
+    """Biases on the linear layer of queries, keys and values only (Qwen2)."""
+    qk_layernorm: bool = False
+    """Norms each head's query and key, before rope, by the kind of normalization; one weight of a head's width (Qwen3)."""
+    window_size: Optional[int] = None
+    """Sliding window attention: a token sees itself and the window_size - 1 before it (Mistral v0.1); null: all before it."""
     tie_embeddings: bool = False
     """The output head is the word embedding itself."""
     hidden_dropout: float = 0.0

@@ -9,6 +9,7 @@ from dataclasses import replace as replace_fields
 from typing import Any
 
 from megakit.config import algorithms, rules
+from megakit.config.derived import head_dim
 from megakit.config.schema import ClusterConfig, Config, LogConfig, ModelConfig, ParallelConfig
 from megakit.config.typed import replace
 
@@ -30,8 +31,8 @@ def shrink(cfg: Config) -> Config:
     sharding needs it for two groups), sizes are cut, and made-up data is used.
 
     Kept: schedule, ZeRO stage, recomputation, sequence parallelism, uneven stages, tying, biases, norms, activation,
-    dropout, MHA or the GQA ratio, a vocabulary that needs padding, precision, accumulation, a ramp-up of the batch, the
-    learning-rate schedule and its scaling.
+    dropout, MHA or the GQA ratio, heads wider or narrower than usual, a window that bites or doesn't, a vocabulary that needs
+    padding, precision, accumulation, a ramp-up of the batch, the learning-rate schedule and its scaling.
     """
     cfg = rules.resolve(cfg, rules.planned_world(cfg))
     grid = {axis: min(getattr(cfg.parallel, axis), 2) for axis in ("dp", "pp", "cp", "tp")}
@@ -76,12 +77,16 @@ def _model(cfg: Config, tp: int, seq_len: int) -> dict[str, Any]:
     groups = min(m.num_query_groups, 4 if ratio == 1 else 2)
     groups = max(groups // tp * tp, tp)
     heads = groups * ratio
-    hidden = heads * (16 if heads <= 8 else 8)
+    width = 16 if heads <= 8 else 8
+    hidden = heads * width
     ffn = max(1, round(m.ffn_hidden_size / m.hidden_size * hidden / 8)) * 8
     padded = m.vocab_size % (cfg.parallel.tp * m.make_vocab_size_divisible_by) != 0
     context = seq_len if m.max_position_embeddings <= cfg.train.seq_len else 2 * seq_len
     original = m.rope_original_max_position_embeddings
+    narrow = m.window_size is not None and m.window_size < cfg.train.seq_len
     return {
+        "model.kv_channels": m.kv_channels and _width(m, width),
+        "model.window_size": m.window_size and max(1, m.window_size * seq_len // cfg.train.seq_len if narrow else seq_len),
         "model.num_attention_heads": heads,
         "model.num_query_groups": groups,
         "model.hidden_size": hidden,
@@ -91,6 +96,12 @@ def _model(cfg: Config, tp: int, seq_len: int) -> dict[str, Any]:
         "model.rope_original_max_position_embeddings": original
         and min(max(1, original * context // m.max_position_embeddings), context),
     }
+
+
+def _width(m: ModelConfig, usual: int) -> int:
+    """Of a head that has kv_channels: as much wider or narrower than `usual` as it is, but one of three."""
+    whole = head_dim(m) * m.num_attention_heads
+    return 2 * usual if whole > m.hidden_size else usual // 2 if whole < m.hidden_size else usual
 
 
 def _seq_len(cfg: Config, grid: dict[str, int]) -> int:
@@ -135,8 +146,10 @@ def parameter_names(m: ModelConfig) -> list[str]:
     """Of all parameters of a model, as modeling.layout names them, which can't be asked from here."""
     norms = ["weight"] + ["bias"] * (m.normalization == "layernorm")
     linear = ["weight"] + ["bias"] * m.add_bias_linear
-    of_norms = [f"{name}.{part}" for name in ("attention_norm", "mlp_norm") for part in norms]
+    of_heads = ["attention.q_norm", "attention.k_norm"] * m.qk_layernorm
+    of_norms = [f"{name}.{part}" for name in ("attention_norm", "mlp_norm", *of_heads) for part in norms]
     of_layer = of_norms + [f"{name}.{p}" for name in ("attention.qkv", "attention.out", "mlp.up", "mlp.down") for p in linear]
+    of_layer += ["attention.qkv.bias"] * m.add_qkv_bias
     embeddings = ["embedding.word.weight"] + ["embedding.position.weight"] * (m.position_embedding == "learned")
     ends = [f"final_norm.{part}" for part in norms] + ["output.weight"] * (not m.tie_embeddings)
     return [*embeddings, *(f"layers.{i}.{name}" for i in range(m.num_layers) for name in of_layer), *ends]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 
+from megakit.config.derived import head_dim, reach
 from megakit.config.schema import ModelConfig
 from megakit.errors import Refused
 
@@ -15,17 +16,12 @@ LOSS_BYTES = 12
 """Moved per logit: written in bf16, read, and its exponential written and read in fp32."""
 
 
-def head_dim(m: ModelConfig) -> int:
-    """Width of an attention head."""
-    return m.hidden_size // m.num_attention_heads
-
-
 def layer_cost(m: ModelConfig, seq_len: int) -> float:
     """FLOPs of a layer's forward pass per token, causal attention counted half."""
     queries = m.num_attention_heads * head_dim(m)
     attention = m.hidden_size * (2 * queries + 2 * m.num_query_groups * head_dim(m))
     mlp = m.hidden_size * m.ffn_hidden_size * (3 if m.activation == "swiglu" else 2)
-    return 2.0 * (attention + mlp + seq_len * queries)
+    return 2.0 * (attention + mlp + reach(m, seq_len) * queries)
 
 
 def embedding_cost(m: ModelConfig) -> float:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from megakit.config.derived import head_dim
 from megakit.config.rules import check_stages
 from megakit.config.schema import Config, ModelConfig, ParallelConfig
 from megakit.errors import Refused
 from megakit.modeling import groups
-from megakit.modeling.balance import balanced, head_dim
+from megakit.modeling.balance import balanced
 from megakit.parallel.pipeline import generators
 from megakit.parallel.pipeline.schedule import Placement
 from megakit.parallel.shard import ParamSpec, ShardSpec
@@ -106,24 +107,27 @@ def stage_params(cfg: Config, stage: StageLayout, tp: int, tp_rank: int) -> dict
     rank it is the embedding of the first stage.
     """
     m, std = cfg.model, cfg.model.init_method_std
-    partial = ("tp",) if cfg.parallel.sequence_parallel and tp > 1 else ()
+    over_tp = ("tp",) if tp > 1 else ()
+    partial = over_tp if cfg.parallel.sequence_parallel else ()  # where each rank sees its part of the sequence
     out: dict[str, ParamSpec] = {}
 
     def add(shard: ShardSpec, init: float | str, decay: bool = True, hidden: bool = False, **kw) -> None:
         group = groups.group_of(cfg.optim, shard.name, decay, hidden)
         out[shard.name] = ParamSpec(shard, init, decay, group, **kw)
 
-    def replicated(name: str, shape: tuple[int, ...], init: float | str, decay: bool = False) -> None:
-        add(ShardSpec.replicated(name, shape), init, decay=decay, late=partial, replicated=True, owner=tp_rank == 0)
+    def replicated(
+        name: str, shape: tuple[int, ...], init: float | str, decay: bool = False, late: tuple[str, ...] = partial
+    ) -> None:
+        add(ShardSpec.replicated(name, shape), init, decay=decay, late=late, replicated=True, owner=tp_rank == 0)
 
-    def norm(name: str) -> None:
-        replicated(f"{name}.weight", (m.hidden_size,), "ones")
+    def norm(name: str, width: int = m.hidden_size, late: tuple[str, ...] = partial) -> None:
+        replicated(f"{name}.weight", (width,), "ones", late=late)
         if m.normalization == "layernorm":
-            replicated(f"{name}.bias", (m.hidden_size,), "zeros")
+            replicated(f"{name}.bias", (width,), "zeros", late=late)
 
-    def column(name: str, parts: tuple[int, ...]) -> None:
+    def column(name: str, parts: tuple[int, ...], bias: bool = m.add_bias_linear) -> None:
         add(ShardSpec.rows(f"{name}.weight", parts, m.hidden_size, tp_rank, tp), std, hidden=True)
-        if m.add_bias_linear:
+        if bias:
             add(ShardSpec.rows(f"{name}.bias", parts, None, tp_rank, tp), "zeros", decay=False)
 
     def row(name: str, cols: int) -> None:
@@ -143,7 +147,9 @@ def stage_params(cfg: Config, stage: StageLayout, tp: int, tp_rank: int) -> dict
     kv = m.num_query_groups * head_dim(m)
     for i in stage.layers:
         norm(f"layers.{i}.attention_norm")
-        column(f"layers.{i}.attention.qkv", (m.num_attention_heads * head_dim(m), kv, kv))
+        column(f"layers.{i}.attention.qkv", (m.num_attention_heads * head_dim(m), kv, kv), m.add_bias_linear or m.add_qkv_bias)
+        for name in ("q_norm", "k_norm") if m.qk_layernorm else ():
+            norm(f"layers.{i}.attention.{name}", head_dim(m), over_tp)  # of this rank's heads only
         row(f"layers.{i}.attention.out", m.num_attention_heads * head_dim(m))
         norm(f"layers.{i}.mlp_norm")
         column(f"layers.{i}.mlp.up", (m.ffn_hidden_size,) * (2 if m.activation == "swiglu" else 1))

@@ -19,8 +19,8 @@ import math
 
 import torch
 
+from megakit.config.derived import head_dim
 from megakit.config.schema import ModelConfig
-from megakit.modeling.layout import head_dim
 
 
 def rope_frequencies(m: ModelConfig, device: torch.device) -> tuple[torch.Tensor, float]:

@@ -25,13 +25,21 @@ def attention_block(
     causal: bool = False,
     allowed: torch.Tensor | None = None,
     keep: torch.Tensor | None = None,
+    window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """q [B, N, S, D], k and v [B, G, T, D] -> out [B, N, S, D], lse [B, N, S] (fp32, or fp64 for fp64).
 
     causal: query i sees keys up to i (S == T). allowed: bool [B, 1, S, T], pairs that see each other, besides.
     keep: bool or 0/1 [B, N, S, T] over the share that is kept: dropout on p. It changes out, not lse.
+    window: with causal, query i sees the keys i - window + 1 to i.
     """
     kernel = _kernel(q, allowed, keep)
+    if kernel == "cuda" and window is not None:  # [B, S, N, D] there; its window doesn't count the query itself
+        rows = (t.transpose(1, 2) for t in (q, k, v))
+        lengths, reach = (None, None, q.shape[2], k.shape[2]), {"window_size_left": window - 1, "window_size_right": 0}
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(*rows, *lengths, 0.0, causal, False, **reach)
+        return out.transpose(1, 2), lse
+    allowed = _within(window, allowed, q)
     if kernel == "cpu":
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=_bias(allowed, q.dtype))
     if kernel == "cuda":
@@ -54,9 +62,17 @@ def attention_block_backward(
     causal: bool = False,
     allowed: torch.Tensor | None = None,
     keep: torch.Tensor | None = None,
+    window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """This block's parts of the gradients of q, k and v; `out` and `lse` are those of all keys of the row, merged."""
     kernel = _kernel(q, allowed, keep)
+    if kernel == "cuda" and window is not None:
+        rows = (t.transpose(1, 2) for t in (g, q, k, v, out))
+        lengths, reach = (None, None, q.shape[2], k.shape[2]), {"window_size_left": window - 1, "window_size_right": 0}
+        unused = torch.empty(0, dtype=torch.int64, device=q.device)  # random state: there is no dropout
+        grads = torch.ops.aten._flash_attention_backward(*rows, lse, *lengths, 0.0, causal, unused, unused, **reach)
+        return tuple(t.transpose(1, 2) for t in grads)
+    allowed = _within(window, allowed, q)
     if kernel == "cpu":
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             g, q, k, v, out, lse, 0.0, causal, attn_mask=_bias(allowed, q.dtype)
@@ -100,6 +116,14 @@ def _kernel(q: torch.Tensor, allowed: torch.Tensor | None, keep: torch.Tensor | 
         return "cpu"
     fits = q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
     return "cuda" if fits and allowed is None else "plain"
+
+
+def _within(window: int | None, allowed: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
+    """`allowed`, and the pairs of the window: [B or 1, 1, S, S]"""
+    if window is None:
+        return allowed
+    band = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1 - window)[None, None]
+    return band if allowed is None else allowed & band
 
 
 def _bias(allowed: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:

@@ -49,9 +49,9 @@ def norm(weight: nn.Parameter, bias: nn.Parameter | None, eps: float) -> nn.Modu
     return made
 
 
-def attention(heads: int, groups: int, head_dim: int, dropout: float) -> nn.Module:
+def attention(heads: int, groups: int, head_dim: int, dropout: float, window: int | None = None) -> nn.Module:
     """q [S, B, N, D], k and v [S, B, G, D] -> [S, B, N * D], causal, with this rank's heads. Dropout draws from the default
-    generator, in training mode only."""
+    generator, in training mode only. window: a token sees so many tokens, itself and those before it."""
     return library("attention of te").DotProductAttention(
         num_attention_heads=heads,
         kv_channels=head_dim,
@@ -59,6 +59,7 @@ def attention(heads: int, groups: int, head_dim: int, dropout: float) -> nn.Modu
         attention_dropout=dropout,
         qkv_format="sbhd",
         attn_mask_type="causal",
+        window_size=None if window is None else (window - 1, 0),  # which doesn't count the token itself
     )
 
 

@@ -103,22 +103,31 @@ class Exchange:
     dropout: float = 0.0
     """Probability."""
     seed: int = 0
+    window: int | None = None
+    """A token sees so many tokens, itself and those before it. None: all before it."""
 
-    def options(self, piece: Piece, q: torch.Tensor, k: torch.Tensor, source: int | None) -> dict:
-        """For attention_block; k is the piece's part of the block of `source`, or of the whole sequence for None."""
+    def options(self, piece: Piece, q: torch.Tensor, k: torch.Tensor, source: int | None, n: int) -> dict:
+        """For attention_block; k is the piece's part of the block of `source`, or of the whole sequence for None; a rank has n
+        tokens."""
         allowed = keep = None
         cp, rank = self.comm.size("cp"), self.comm.index("cp")
+        if self.window is not None and cp > 1:
+            mine = own_positions(n, self.comm, q.device)[piece.queries]
+            theirs = positions(n * cp, *((1, 0) if source is None else (cp, source)), q.device)[piece.keys]
+            allowed = (mine[:, None] - self.comm.varying(theirs, "cp") < self.window)[None, None]
         if self.documents_SB is not None:
             whole = self.documents_SB
             mine = cut(whole, cp, rank)[piece.queries].t()
             theirs = (whole if source is None else cut(whole, cp, source))[piece.keys].t()
-            allowed = mine[:, None, :, None] == theirs[:, None, None, :]
+            same = mine[:, None, :, None] == theirs[:, None, None, :]
+            allowed = same if allowed is None else allowed & same
         if self.dropout:  # another mask for each head and each pair of positions
             place = (piece.keys.start if source is None else cp + source, self.comm.index("tp"), rank)
             seed = mix(self.seed, *place)
             keep = keep_mask((*q.shape[:3], k.shape[2]), self.dropout, seed, q.device).div_(1.0 - self.dropout)
             keep = self.comm.varying(self.comm.varying(keep, "tp"), "cp")
-        return {"causal": piece.causal, "allowed": allowed, "keep": keep}
+        window = self.window if cp == 1 else None
+        return {"causal": piece.causal, "allowed": allowed, "keep": keep, "window": window}
 
 
 class _Ring(torch.autograd.Function):
@@ -199,8 +208,8 @@ def _attend(
     ex: Exchange, piece: Piece, q: torch.Tensor, block: torch.Tensor, source: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     ex.comm.mark("attention")
-    q, (k, v) = q[:, :, piece.queries], block[..., piece.keys, :].unbind(0)
-    return attention_block(q, k, v, **ex.options(piece, q, k, source))
+    n, q, (k, v) = q.shape[2], q[:, :, piece.queries], block[..., piece.keys, :].unbind(0)
+    return attention_block(q, k, v, **ex.options(piece, q, k, source, n))
 
 
 def _attend_backward(
@@ -215,9 +224,10 @@ def _attend_backward(
 ) -> None:
     """Adds to dq and to the gradient of the block; `rows` are q, out and lse."""
     ex.comm.mark("attention")
+    n = g.shape[2]
     g, q, out, lse = (t[:, :, piece.queries] for t in (g, *rows))
     k, v = block[..., piece.keys, :].unbind(0)
-    dq_part, dk, dv = attention_block_backward(g, q, k, v, out, lse.contiguous(), **ex.options(piece, q, k, source))
+    dq_part, dk, dv = attention_block_backward(g, q, k, v, out, lse.contiguous(), **ex.options(piece, q, k, source, n))
     dq[:, :, piece.queries] += dq_part
     dblock[..., piece.keys, :] += torch.stack([dk, dv])
 

@@ -16,8 +16,8 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from megakit.config.derived import head_dim, window
 from megakit.config.schema import Config
-from megakit.modeling.balance import head_dim
 from megakit.modeling.layout import StageLayout, padded_vocabulary, recomputed_layers
 from megakit.parallel.pipeline.schedule import SENDS_IN_FLIGHT, Op
 from megakit.planner.operators import by_kernels
@@ -162,15 +162,19 @@ class _Sizes:
         selective = self.cfg.parallel.recompute == "selective"
         scores = scores_are_kept(self.cfg)
         yield from self._norm("attention norm", count)
-        if selective or not scores:
+        if selective or not scores or self.model.qk_layernorm:
             yield Kept("attention: q, k, v", "S B (N + 2 G) D", (S, B, N + 2 * G, D), self.width, count)
+        if self.model.qk_layernorm and not selective:
+            statistics = 1 if self.model.normalization == "rmsnorm" else 2
+            yield Kept("attention: statistics of heads", "S B (N + G)", (statistics, S, B, N + G), 4, count)
         if not selective and scores:
             yield Kept("attention: q, k, v in fp32", "3 S B N D", (3, S, B, N, D), 4, count)
             yield Kept("attention: scores, mask and weights", "3 B N S S", (3, B, N, S, S), 4, count)
         elif not selective:
             if self.operators.keeps_scores:
                 yield Kept("attention: softmax, mask, dropped out", "5 B N S S", (5, B, N, S, S), 1, count)
-            if self.model.position_embedding == "rope" and not self.operators.rotates_in_place:
+            turned = self.model.position_embedding == "rope" and not self.operators.rotates_in_place
+            if turned or self.model.qk_layernorm:  # normed ones are turned where they lie by nobody
                 yield Kept("attention: rotated q, k", "S B (N + G) D", (S, B, N + G, D), self.width, count)
             yield Kept("attention: log-sum-exp", "B N S", (B, N, S), 4, count)
             if in_blocks(self.cfg) and self.model.attention_dropout:
@@ -193,4 +197,4 @@ def scores_are_kept(cfg: Config) -> bool:
 
 def in_blocks(cfg: Config) -> bool:
     """Attention runs block by block (parallel/context.py), with a backward pass that makes its scores again."""
-    return cfg.parallel.cp > 1 or cfg.data.isolate_documents
+    return cfg.parallel.cp > 1 or cfg.data.isolate_documents or window(cfg) is not None

@@ -169,20 +169,22 @@ class Kernels:
             act_f, act_b = (2 + 2 * (w.bias and eager), 3 + (w.bias and eager))
         turns = PASSES["rope"].forward if "rope" in ours else 6 if eager else 2
         rope = turns * (queries + keys) if w.rope else 0.0
-        bias = (3 if eager else 0) * (queries + 2 * keys + 2 * h) if w.bias else 0.0
+        bias = (3 if eager else 0) * ((queries + 2 * keys) * (w.bias or w.bias_qkv) + 2 * h * w.bias)
+        head_f, head_b = ((queries + keys) * passes * w.head_norms for passes in PASSES["norm"])
         # a sum and a norm of it, and the gradient of the sum added to that of the norm, twice; by a kernel in one pass
         norms_f, norms_b = PASSES["add_norm"] if "norm" in ours else (5, 6)
-        forward = 2 * norms_f * h + act_f * ffn + rope + bias
-        backward = 2 * norms_b * h + act_b * ffn + rope
+        forward = 2 * norms_f * h + act_f * ffn + rope + bias + head_f
+        backward = 2 * norms_b * h + act_b * ffn + rope + head_b
         scale = self.rows * self.width * self.f.elementwise / self.bandwidth
         started = 14 - 2 * len({"norm", "rope", "activation"} & set(ours)) if eager else 8
-        launches, host = LAUNCH * started, w.stack.host_s
+        launches, host = LAUNCH * (started + 2 * w.head_norms), w.stack.host_s
         return forward * scale + launches + host, backward * scale + launches + 2 * host
 
     def attention(self) -> tuple[float, float]:
         """The core: scores, softmax, weighted sum; forward and backward."""
         w = self.w
-        scores = w.micro_batch_size * w.heads / w.tp * w.seq * w.seq / w.cp
+        reach = w.reach if w.cp == 1 else w.seq  # of blocks the pairs beyond a window are computed, and masked
+        scores = w.micro_batch_size * w.heads / w.tp * w.seq * reach / w.cp
         flops = 4.0 * scores * w.head_dim
         if w.stack.flash:
             length = w.seq / w.cp if w.cp > 1 else w.seq

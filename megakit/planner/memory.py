@@ -20,8 +20,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from megakit.config.derived import head_dim
 from megakit.config.schema import Config
-from megakit.modeling.balance import head_dim
 from megakit.modeling.layout import StageLayout, padded_vocabulary, rank_stages, recomputed_layers, stage_params, units
 from megakit.parallel.buckets import REDUCED_AT_ONCE, fill_buckets
 from megakit.parallel.grid import Grid

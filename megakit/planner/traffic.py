@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from megakit.config.derived import head_dim
 from megakit.config.schema import Config
-from megakit.modeling.balance import head_dim
 from megakit.modeling.layout import StageLayout, model_placement, rank_stages, recomputed_layers, stage_params, units
 from megakit.parallel.buckets import BucketLayout, fill_buckets
 from megakit.parallel.grid import Grid

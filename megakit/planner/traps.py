@@ -7,8 +7,8 @@ import math
 from collections.abc import Iterator
 
 from megakit.config import rules
+from megakit.config.derived import head_dim
 from megakit.config.schema import Config, ModelConfig
-from megakit.modeling.balance import head_dim
 from megakit.modeling.layout import padded_vocabulary
 from megakit.parallel.grid import Grid
 from megakit.planner.better import better, other_grids, shallower_grids
@@ -154,7 +154,8 @@ def _precision(cfg: Config, gpu: Gpu) -> Iterator[str]:
 
 def _shapes(cfg: Config, grid: Grid, w: Workload) -> Iterator[str]:
     m, tp, width = cfg.model, grid.tp, head_dim(cfg.model)
-    unit = math.lcm(TILE, m.num_attention_heads * 8)  # so that a head is a multiple of 8 wide
+    # so that a head is a multiple of 8 wide
+    unit = math.lcm(TILE, m.num_attention_heads * 8) if m.kv_channels is None else TILE
     widths = {
         "model.hidden_size": (m.hidden_size, m.hidden_size, unit),
         "model.ffn_hidden_size": (m.ffn_hidden_size, m.ffn_hidden_size // tp, TILE * tp),
@@ -182,7 +183,9 @@ IDLE_CORES = "its matrix products leave tensor cores idle"
 
 
 def _heads(m: ModelConfig, tp: int, unit: int) -> str:
-    """Numbers of heads that have such a width, with as many query groups for each."""
+    """Numbers of heads that have such a width, with as many query groups for each; or the width itself where it is a key."""
+    if m.kv_channels is not None:
+        return f", as model.kv_channels={rules.nearest_multiples(m.kv_channels, unit).split()[0]} has"
     fit = [n for n in range(1, m.hidden_size // unit + 1) if m.hidden_size % (n * unit) == 0]
     fit = [n for n in fit if n % tp == 0 and n % m.num_query_groups == 0]
     nearest = min(fit, key=lambda n: abs(n - m.num_attention_heads), default=None)

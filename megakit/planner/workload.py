@@ -9,8 +9,8 @@ from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 
 from megakit.config import algorithms
+from megakit.config.derived import head_dim, reach
 from megakit.config.schema import Config, ModelConfig
-from megakit.modeling.balance import head_dim
 from megakit.modeling.layout import model_stages, padded_vocabulary
 from megakit.observe.flops import flops_per_token
 from megakit.parallel.grid import Grid
@@ -82,6 +82,12 @@ class Workload:
     """SwiGLU: the MLP's first product makes gate and up."""
     rope: bool
     bias: bool
+    bias_qkv: bool
+    """Of queries, keys and values, without those of other linear layers."""
+    head_norms: bool
+    """Each head's query and key are normed."""
+    reach: float
+    """Twice the mean number of tokens before a token that it sees: seq without a window."""
     learned: int
     """Rows of a learned position table; 0: none."""
     tied: bool
@@ -179,6 +185,9 @@ class Workload:
             gated=m.activation == "swiglu",
             rope=m.position_embedding == "rope",
             bias=m.add_bias_linear,
+            bias_qkv=m.add_qkv_bias,
+            head_norms=m.qk_layernorm,
+            reach=reach(m, seq),
             learned=m.max_position_embeddings if m.position_embedding == "learned" else 0,
             tied=m.tie_embeddings,
             vocab=padded_vocabulary(m, tp),

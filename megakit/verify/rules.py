@@ -95,7 +95,8 @@ def context_attention(*, q: Type, k: Type, v: Type, ex: Exchange) -> Type:
 
 
 def rms_norm(*, x: Type, weight: Type) -> Type:
-    return rules.einsum("sb_,_->sb_", x, weight, linear_in=(1,))
+    rows = "sbn"[: x.ndim - 1]  # of a head's norm too
+    return rules.einsum(f"{rows}_,_->{rows}_", x, weight, linear_in=(1,))
 
 
 def swiglu(*, x: Type) -> Type:

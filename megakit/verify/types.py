@@ -36,6 +36,9 @@ from megakit.verify.rules import RULES, TRUSTED, Rule
 from megakit.verify.typed_comm import TypedComm, typed
 from megakit.verify.world import fake_batches, fake_rank, with_few_microbatches
 
+HEAD_NORMS = ("attention.q_norm", "attention.k_norm")
+"""Modules that work on the heads of this rank."""
+
 
 def typecheck(cfg: Config, rank: int = 0, rules: Mapping[type, Rule] = RULES) -> list[str]:
     """Errors of the training step of `rank`, one line each: what has which type and should have which, and where. [] is a proof.
@@ -74,9 +77,10 @@ class _Check:
         """The type of each parameter, and of its gradient before any reduction."""
         engine = self.engine
         sharded = _sharded_over_tp(engine)
-        # replicated parameters see the activations of this rank only, under sequence parallelism its part of the sequence
-        alike = R if self.sequence is V else I
         for name, param in engine.buffers.parameters.items():
+            # replicated parameters see the activations of this rank only: under sequence parallelism its part of the sequence,
+            # and inside attention its heads
+            alike = R if self.sequence is V or name.rpartition(".")[0].endswith(HEAD_NORMS) else I
             self.weights[name] = self.types(V if name in sharded else alike, R)
             set_local_type(param, dict(self.weights[name]))
             gradient = dual(self.weights[name])

@@ -27,6 +27,9 @@ LLAMA3 = ["model.rope_scaling=llama3", *YARN[1:], "model.rope_low_freq_factor=1"
          ["train.seq_len = 33", "parallel.tp = 2", "valid tp 1"]),
         (["model.num_query_groups=3"], ["model.num_attention_heads = 8", "model.num_query_groups = 3", "1, 2, 4, 8"]),
         (["model.hidden_size=72", "model.num_query_groups=8"], ["72 / 8 = 9", "rope"]),
+        (["model.kv_channels=7"], ["model.kv_channels = 7 is odd", "rope", "model.kv_channels=6", "8"]),
+        (["model.add_qkv_bias=true", "model.add_bias_linear=true"],
+         ["model.add_qkv_bias = true", "model.add_bias_linear = true", "model.add_qkv_bias=false"]),
         (["parallel.sequence_parallel=true"], ["parallel.sequence_parallel = true", "parallel.tp = 1"]),
         # the cluster
         (["cluster.gpus_per_node=1", "parallel.tp=2", "cluster.nodes=2"],

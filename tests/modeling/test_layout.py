@@ -131,6 +131,26 @@ def test_gradients_are_partial_where_activations_are_sharded_and_where_weights_a
         assert ("output.weight" in params) == (stage.last and not cfg.model.tie_embeddings)
 
 
+@pytest.mark.parametrize(("tp", "pp", "sp"), GRIDS)
+def test_norms_of_heads_are_partial_over_tp_always(tp, pp, sp):
+    """Each rank norms its own heads, sequence parallel or not; a width of their own reaches all of attention's shapes."""
+    keys = {"model__qk_layernorm": True, "model__kv_channels": 10, "model__add_qkv_bias": True}
+    cfg = tiny(parallel__tp=tp, parallel__pp=pp, parallel__sequence_parallel=sp, **keys)
+    owned = 0
+    for _, rank, params in ranks(cfg, tp, pp):
+        owned += sum(math.prod(box.size) for p in params.values() if p.owner for box in p.shard.boxes)
+        for name, p in params.items():
+            if name.endswith(("q_norm.weight", "k_norm.weight")):
+                assert p.shard.shape == p.shard.local == (10,) and p.late == (("tp",) if tp > 1 else ())
+                assert p.replicated and p.owner == (rank == 0) and p.init == "ones" and not p.decay
+            if name.endswith("attention.qkv.bias"):
+                assert p.shard.shape == (120,) and p.shard.local == (120 // tp,) and p.late == () and not p.decay
+            if name.endswith("attention.out.weight"):
+                assert p.shard.shape == (64, 80)
+    plain = parameter_count(tiny())
+    assert owned == parameter_count(cfg) == plain + 4 * (2 * 10 + 120 + 64 * (120 - 96) + 64 * (80 - 64))
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_initial_values(family):
     """Of a matrix init_method_std, of a sub-layer's output projection std / sqrt(2 L), norms 1, biases 0."""

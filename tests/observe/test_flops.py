@@ -30,6 +30,18 @@ def test_real_sizes_of_kv_heads_and_ffn_are_counted():
     assert flops_per_token(wide, 4096) - full == 6 * 32 * 3 * 4096 * 64
 
 
+@pytest.mark.parametrize("window", [1, 5, 16, 17])
+def test_pairs_of_a_window_are_counted(window):
+    """Against the pairs one by one, but for the half of each pair of a token with itself that both conventions leave out."""
+    m, s = ModelConfig("llama", 2, 32, 80, 4, 2, 48, 16, kv_channels=6), 16
+    pairs = sum(min(i + 1, window) for i in range(s)) - min(s, window) / 2
+    of_causal = 12 * m.num_layers * 4 * 6 * pairs  # two products of 2 FLOPs, forward and twice backward
+    without = flops_per_token(m, s, causal=True) - 6 * m.num_layers * 4 * 6 * s
+    windowed = dataclasses.replace(m, window_size=window)
+    assert flops_per_token(windowed, s, causal=True) == pytest.approx(without + of_causal / s, abs=1)
+    assert flops_per_token(windowed, s) == pytest.approx(without + 2 * of_causal / s, abs=1)
+
+
 def test_the_head_counts_once_and_the_tables_never():
     gpt2 = compose(["+recipe=gpt2_124m"]).model
     assert gpt2.tie_embeddings and gpt2.position_embedding == "learned"

@@ -89,7 +89,7 @@ class DotProductAttention(nn.Module):
         super().__init__()
         assert qkv_format == "sbhd" and attn_mask_type == "causal" and attention_type == "self"
         self.heads, self.groups, self.width = num_attention_heads, num_gqa_groups or num_attention_heads, kv_channels
-        self.dropout = attention_dropout
+        self.dropout, self.window = attention_dropout, window_size
 
     def forward(
         self,
@@ -117,7 +117,11 @@ class DotProductAttention(nn.Module):
         assert query_layer.shape[2:] == (self.heads, self.width) and key_layer.shape[2:] == (self.groups, self.width)
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query_layer, key_layer, value_layer))
         p = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True, enable_gqa=self.groups != self.heads)
+        seen = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril()
+        if self.window is not None:  # (tokens before the query, behind it)
+            assert self.window[1] == 0
+            seen = seen.triu(-self.window[0])
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, dropout_p=p, enable_gqa=self.groups != self.heads)
         return y.permute(2, 0, 1, 3).flatten(2)
 
 

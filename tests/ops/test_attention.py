@@ -19,13 +19,15 @@ def tensors(groups: int, keys: int = T, dtype=torch.float64):
     return [torch.randn(B, heads, length, D, generator=generator, dtype=dtype) for heads, length in shapes]
 
 
-def defined(q, k, v, causal=False, allowed=None, keep=None):
+def defined(q, k, v, causal=False, allowed=None, keep=None, window=None):
     """Attention by its definition, one head at a time."""
     k, v = (t.repeat_interleave(N // t.shape[1], 1) for t in (k, v))
     score = q @ k.mT / math.sqrt(D)
     seen = torch.ones(score.shape, dtype=torch.bool)
     if causal:
         seen &= torch.ones(score.shape[-2:], dtype=torch.bool).tril()
+    for i in range(S if window else 0):
+        seen[..., i, : max(0, i + 1 - window)] = False
     if allowed is not None:
         seen &= allowed
     score = score.masked_fill(~seen, -math.inf)
@@ -41,15 +43,17 @@ def implementation(request, monkeypatch):
 
 
 def options(kind: str):
+    if kind == "window":
+        return {"causal": True, "window": 3}
     if kind == "documents":  # every row sees something
         return {"allowed": (torch.arange(S)[:, None] // 3 == torch.arange(T) // 5).expand(B, 1, S, T)}
     return {"causal": kind == "causal"}
 
 
-@pytest.mark.parametrize("kind", ["whole", "causal", "documents"])
+@pytest.mark.parametrize("kind", ["whole", "causal", "documents", "window"])
 @pytest.mark.parametrize("groups", [4, 2, 1])
 def test_a_block_is_attention(implementation, groups, kind):
-    q, k, v, g = tensors(groups, S if kind == "causal" else T)
+    q, k, v, g = tensors(groups, S if kind in ("causal", "window") else T)
     for t in (q, k, v):
         t.requires_grad_()
     expected, expected_lse = defined(q, k, v, **options(kind))
@@ -126,4 +130,8 @@ def test_the_gpu_kernels_take_these_arguments():
         assert attention._kernel(q.to(dtype), None, None) == kernel
     assert attention._kernel(q, torch.empty(1), None) == "plain"
     got = attention_block_backward(g, q, k, k, out, lse, causal=True)
+    assert [t.shape for t in got] == [q.shape, k.shape, k.shape]
+    out, lse = attention_block(q, k, k, causal=True, window=3)
+    assert out.shape == q.shape and lse.shape == (B, N, S) and lse.dtype == torch.float32
+    got = attention_block_backward(g, q, k, k, out, lse, causal=True, window=3)
     assert [t.shape for t in got] == [q.shape, k.shape, k.shape]

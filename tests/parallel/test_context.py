@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from datetime import timedelta
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -81,13 +82,16 @@ def documents() -> torch.Tensor:
     return torch.stack([(torch.arange(S)[:, None] >= torch.tensor(s)).sum(1) for s in starts], 1)
 
 
-def expected(groups: int, isolated: bool):
+def expected(groups: int, isolated: bool, window: int | None):
     """Output and gradients of plain attention on the whole sequence."""
     q, k, v, g = whole(groups)
     seen = torch.ones(S, S).tril().bool().expand(B, 1, S, S)
     if isolated:
         d = documents().t()
         seen = seen & (d[:, None, :, None] == d[:, None, None, :])
+    for i in range(S if window else 0):
+        seen = seen.clone()
+        seen[..., i, : max(0, i + 1 - window)] = False
     wide_k, wide_v = (t.repeat_interleave(N // groups, 1) for t in (k, v))
     score = (q @ wide_k.mT / math.sqrt(D)).masked_fill(~seen, -math.inf)
     out = score.softmax(-1) @ wide_v
@@ -106,13 +110,13 @@ def sharded(kind: str, groups: int, isolated: bool, **options):
     return out.detach(), *torch.autograd.grad(out, mine, g), {key: n for key, n in c.bytes.items() if n}
 
 
-@pytest.mark.parametrize("isolated", [False, True])
+@pytest.mark.parametrize(("isolated", "window"), [(False, None), (True, None), (False, 5), (False, 40), (True, 9)])
 @pytest.mark.parametrize("groups", [4, 2])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("cp", [1, 2, 3, 4])
-def test_equals_the_unsharded_operator(pools, cp, kind, groups, isolated):
-    results = pools(cp).run(sharded, kind, groups, isolated)
-    for i, want in enumerate(expected(groups, isolated)):
+def test_equals_the_unsharded_operator(pools, cp, kind, groups, isolated, window):
+    results = pools(cp).run(partial(sharded, window=window), kind, groups, isolated)
+    for i, want in enumerate(expected(groups, isolated, window)):
         for rank in range(cp):
             torch.testing.assert_close(results[rank][i], cut(want.movedim(2, 0), cp, rank).movedim(0, 2), rtol=1e-9, atol=1e-9)
     block = 2 * B * groups * S // cp * D * 8

@@ -116,6 +116,23 @@ def test_the_ledger_with_kernels_and_with_a_chunked_loss(pools, kernels, family)
     assert_exact(configs, pools(1).run(measure, configs)[0])
 
 
+HEADS = {"model__qk_layernorm": True, "model__kv_channels": 10}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_ledger_with_norms_of_heads_and_a_window(pools, kernels, family):
+    configs = [
+        model(family, mode, **HEADS, train__precision=precision, model__attention_dropout=p)
+        for mode, precision, p in itertools.product(("none", "selective"), ("fp32", "bf16"), (0.0, 0.1))
+    ]
+    configs += [model(family, "none", **HEADS, train__precision="bf16", ops__backend="csrc")]
+    configs += [
+        model(family, mode, model__window_size=size, train__precision="bf16", model__attention_dropout=p)
+        for mode, size, p in itertools.product(("none", "selective"), (100, SEQ), (0.0, 0.1))
+    ]
+    assert_exact(configs, pools(1).run(measure, configs)[0])
+
+
 def test_kernels_keep_less():
     def gib(**keys):
         return planned(model("llama", "none", train__precision="bf16", **keys))
@@ -129,6 +146,8 @@ def assert_exact(configs: list[Config], got: list[int], stage: int = 0) -> None:
     for cfg, real in zip(configs, got):
         # LayerNorm's statistics are fp32 on a GPU, and in the dtype of its input on the CPU
         rows = 2 * SEQ * 2 * (4 - (2 if cfg.train.precision == "bf16" else 4)) * (2 * LAYERS + 1)
+        if cfg.model.qk_layernorm:
+            rows += 2 * SEQ * 2 * (4 - (2 if cfg.train.precision == "bf16" else 4)) * LAYERS * 2 * cfg.model.num_attention_heads
         slack = rows if cfg.model.normalization == "layernorm" else 0
         assert real <= planned(cfg, stage) <= real + slack, (cfg.model.family, cfg.parallel, cfg.train.precision)
 

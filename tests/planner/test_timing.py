@@ -56,6 +56,24 @@ def test_flops_and_parameters_are_the_models(recipe):
     assert vectors == per_layer + w.hidden * (2 if w.bias else 1)
 
 
+def test_what_a_window_norms_of_heads_and_biases_cost():
+    """Attention as many pairs less; the others' passes over queries and keys, in memory time. Beside cp the window's blocks
+    are computed whole."""
+    plain, width = seventy("parallel.tp=4"), ["model.kv_channels=128"]
+    assert replace(seventy("parallel.tp=4", *width), flops_per_token=plain.flops_per_token) == plain
+    narrow = seventy("parallel.tp=4", "model.window_size=1024")
+    share = (1024 * (2 * 4096 - 1024)) / 4096**2
+    kernels_of = {name: Kernels(w, H100, Links(w, H100)) for name, w in (("plain", plain), ("narrow", narrow))}
+    for a, b in zip(kernels_of["narrow"].attention(), kernels_of["plain"].attention()):
+        assert a - kernels.LAUNCH == pytest.approx(share * (b - kernels.LAUNCH))
+    assert narrow.flops_per_token < plain.flops_per_token
+    cp = [replace(w, cp=2) for w in (plain, narrow)]
+    assert len({Kernels(w, H100, Links(w, H100)).attention() for w in cp}) == 1
+    for more in ("model.qk_layernorm=true", "model.add_qkv_bias=true"):
+        layer, other = (Kernels(w, H100, Links(w, H100)).layer() for w in (plain, seventy("parallel.tp=4", more)))
+        assert other.forward.memory > layer.forward.memory and other.forward.gemm == layer.forward.gemm
+
+
 SCHEDULES = [
     ("1f1b", 8, 1, 16, 0.001),
     ("1f1b", 4, 1, 2, 0.05),

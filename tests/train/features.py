@@ -44,6 +44,8 @@ def _rope(kind: str, **keys: float) -> dict[str, Any]:
 
 EIGHT = {"model__num_layers": 8}
 GROUPS = {"optim__lr_mult": {"layers.*": 0.5, "layers.1.*": 1.0, "*norm*": 2.0}, "optim__wd_mult": {"embedding.*": 0.0}}
+DOCUMENTS = {"data__isolate_documents": True, "parallel__cp_comm_type": "all_gather"}
+HEADS = {"model__kv_channels": 12, "model__qk_layernorm": True}
 ZBV = _parallel(schedule="zb_v", virtual_stages=2)
 ZERO3 = _parallel(zero=3, bucket_size=ParallelConfig().bucket_size)
 
@@ -74,11 +76,21 @@ FEATURES = [
     Feature("recompute selective", _parallel(recompute="selective"), "gpt2"),
     Feature("context parallel, all-gather", _parallel(cp_comm_type="all_gather")),
     Feature("documents apart", {"data__isolate_documents": True}),
-    Feature("documents apart, all-gather", {"data__isolate_documents": True, "parallel__cp_comm_type": "all_gather"}, "gpt2"),
+    Feature("documents apart, all-gather", DOCUMENTS, "gpt2"),
     Feature("documents apart, recompute full", {"data__isolate_documents": True, "parallel__recompute": "full"}),
     Feature("RoPE scaling linear", {"model__rotary_base": 10.0, "model__rope_scaling": "linear", "model__rope_factor": 4.0}),
     Feature("RoPE scaling llama3", {"model__rotary_base": 10.0, **_rope("llama3", low_freq_factor=1.0, high_freq_factor=4.0)}),
     Feature("RoPE scaling yarn", {"model__rotary_base": 10.0, **_rope("yarn")}),
+    Feature("heads of their own width", {"model__kv_channels": 12}),
+    Feature("biases of q, k, v", {"model__add_qkv_bias": True}),
+    Feature("norms of q and k", HEADS),
+    Feature("norms of q and k, SP, ZeRO 2", {**HEADS, **_parallel(sequence_parallel=True, zero=2)}),
+    Feature("norms of q and k, ZeRO 3", {**HEADS, **ZERO3}),
+    Feature("norms of q and k, GPT-2, ZB-V", {**EIGHT, **HEADS, **ZBV}, "gpt2"),
+    Feature("norms of q and k, kernels, emulated", {**HEADS, "ops__backend": "csrc"}),
+    Feature("sliding window", {"model__window_size": 5}),
+    Feature("sliding window, recompute selective", {"model__window_size": 17, **_parallel(recompute="selective")}, "gpt2"),
+    Feature("sliding window, documents, all-gather", {"model__window_size": 5, **DOCUMENTS}),
     Feature("dropout", {"model__hidden_dropout": 0.1}, "gpt2", oracle=False, without=("cp",)),
     Feature("label smoothing", {"train__label_smoothing": 0.1}),
     Feature("SGD, Nesterov", {"optim__name": "sgd", "optim__nesterov": True, "optim__lr": 0.1, "optim__eps": 1e-8}),

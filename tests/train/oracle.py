@@ -47,15 +47,20 @@ def _rotate(x_BNSD: torch.Tensor, m: ModelConfig) -> torch.Tensor:
     return longer * (x_BNSD * angle.cos().to(x_BNSD) + half * angle.sin().to(x_BNSD))
 
 
-def _attention(q, k, v, documents: torch.Tensor | None) -> torch.Tensor:
-    """[B, N, S, D] -> [B, N, S, D]: of each document by itself, one sample after the other."""
+def _attention(q, k, v, documents: torch.Tensor | None, window: int | None) -> torch.Tensor:
+    """[B, N, S, D] -> [B, N, S, D]: of each document by itself, one sample after the other; with a window each token by
+    itself, on a slice of the keys."""
     if documents is not None:
         samples = []
         for i, row in enumerate(documents.tolist()):
             ends = [at for at in range(1, len(row)) if row[at] != row[at - 1]]
             spans = [slice(a, b) for a, b in zip([0, *ends], [*ends, len(row)])]
-            samples.append(torch.cat([_attention(*(t[i : i + 1, :, at] for t in (q, k, v)), None) for at in spans], 2))
+            samples.append(torch.cat([_attention(*(t[i : i + 1, :, at] for t in (q, k, v)), None, window) for at in spans], 2))
         return torch.cat(samples)
+    if window is not None:
+        rows = [slice(max(0, i + 1 - window), i + 1) for i in range(q.shape[2])]
+        scores = [q[:, :, i : i + 1] @ k[:, :, at].transpose(-1, -2) / q.shape[-1] ** 0.5 for i, at in enumerate(rows)]
+        return torch.cat([s.softmax(-1) @ v[:, :, at] for s, at in zip(scores, rows)], 2)
     scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
     mask = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
     return scores.masked_fill(mask, float("-inf")).softmax(-1) @ v
@@ -64,7 +69,7 @@ def _attention(q, k, v, documents: torch.Tensor | None) -> torch.Tensor:
 def logits(cfg: Config, w: dict[str, torch.Tensor], tokens: torch.Tensor, documents: torch.Tensor | None = None) -> torch.Tensor:
     """tokens and documents [B, S] -> [B, S, V]"""
     m = cfg.model
-    d = m.hidden_size // m.num_attention_heads
+    d = m.kv_channels or m.hidden_size // m.num_attention_heads
 
     def norm(x, name):
         if m.normalization == "rmsnorm":
@@ -79,12 +84,15 @@ def logits(cfg: Config, w: dict[str, torch.Tensor], tokens: torch.Tensor, docume
         x = x + w["embedding.position.weight"][: tokens.shape[1]]
     for i in range(m.num_layers):
         n, kv = f"layers.{i}", m.num_query_groups * d
-        q, k, v = linear(norm(x, f"{n}.attention_norm"), f"{n}.attention.qkv").split([m.hidden_size, kv, kv], -1)
+        rows = [m.num_attention_heads * d, kv, kv]
+        q, k, v = linear(norm(x, f"{n}.attention_norm"), f"{n}.attention.qkv").split(rows, -1)
         q, k, v = (t.unflatten(-1, (-1, d)).transpose(1, 2) for t in (q, k, v))
+        if m.qk_layernorm:
+            q, k = norm(q, f"{n}.attention.q_norm"), norm(k, f"{n}.attention.k_norm")
         k, v = (t.repeat_interleave(m.num_attention_heads // m.num_query_groups, 1) for t in (k, v))
         if m.position_embedding == "rope":
             q, k = _rotate(q, m), _rotate(k, m)
-        y = _attention(q, k, v, documents)
+        y = _attention(q, k, v, documents, m.window_size)
         x = x + linear(y.transpose(1, 2).flatten(2), f"{n}.attention.out")
         y = linear(norm(x, f"{n}.mlp_norm"), f"{n}.mlp.up")
         if m.activation == "swiglu":
@@ -107,13 +115,14 @@ class Muon:
     def step(self) -> None:
         o, m = self.cfg.optim, self.cfg.model
         u = 0.95 if o.momentum is None else o.momentum
-        kv = m.num_query_groups * m.hidden_size // m.num_attention_heads
+        d = m.kv_channels or m.hidden_size // m.num_attention_heads
+        kv = m.num_query_groups * d
         for name, w in self.named.items():
             momentum = self.momentum[name].mul_(u).add_(w.grad, alpha=1 - u)
             direction = momentum if o.nesterov is False else (1 - u) * w.grad + u * momentum
             rows = [w.shape[0]]
             if "qkv" in name:
-                rows = [m.hidden_size, kv, kv]
+                rows = [m.num_attention_heads * d, kv, kv]
             elif "mlp.up" in name and m.activation == "swiglu":
                 rows = [m.ffn_hidden_size] * 2
             w.mul_(1 - o.lr * multiplier(o.lr_mult, name) * o.weight_decay * multiplier(o.wd_mult, name))

@@ -39,6 +39,7 @@ CELLS = {
     "zb_h1 over 2 stages, tied": ("gpt2", 2, {"parallel__pp": 2, "parallel__schedule": "zb_h1"}),
     "ZeRO 1 over 2": ("llama", 2, {"parallel__dp": 2, "parallel__zero": 1}),
     "ZeRO 3 over 2": ("gpt2", 2, {"parallel__dp": 2, "parallel__zero": 3, "parallel__bucket_size": 40_000_000}),
+    "a window, norms of heads": ("llama", 2, {"parallel__tp": 2, "model__window_size": 5, "model__qk_layernorm": True}),
     "groups": ("gpt2", 1, {"optim__lr_mult": {"layers.*": 0.5}, "optim__weight_decay": 0.3}),
 }
 

@@ -42,6 +42,7 @@ def ranks(cfg):
 
 
 SP = {"tp": 2, "sequence_parallel": True}
+HEADS = {"model__qk_layernorm": True, "model__kv_channels": 12}
 LAYOUTS = {
     "one rank": {},
     "tp": {"tp": 2},
@@ -74,6 +75,10 @@ LAYOUTS = {
     "sgd, groups": {"tp": 2, "optim__name": "sgd", "optim__lr_mult": {"layers.*": 0.5}},
     "muon": {**SP, "dp": 2, "zero": 1, "optim__name": "muon"},
     "muon zero 2": {**SP, "dp": 4, "zero": 2, "zero_group": 2, "pp": 2, "optim__name": "muon"},
+    "heads": {"tp": 2, **HEADS},
+    "heads, sp, zero 3": {**SP, **HEADS, "dp": 2, "zero": 3, "recompute": "selective"},
+    "window": {"tp": 2, "model__window_size": 5},
+    "window, cp": {"cp": 2, "tp": 2, "model__window_size": 5, "cp_comm_type": "all_gather"},
     "bf16": {**SP, "dp": 2, "zero": 1, "train__precision": "bf16"},
 }
 
@@ -301,6 +306,10 @@ FAULTS = {
     "norm gradient not summed": (SP, late((), "norm"), ("norm.weight", "partial over tp", "a reduction is missing")),
     "norm gradient summed twice": (SP, late(("tp", "tp"), "norm"), ("norm.weight", "over tp", "reduced twice")),
     "norm gradient over dp": ({**SP, "dp": 2}, late(("dp",), "norm"), ("norm.weight", "over dp", "reduced twice")),
+    "head norms not summed": ({"tp": 2, **HEADS}, late((), "q_norm"), ("q_norm.weight", "partial over tp", "is missing")),
+    "head norms not summed, sp": ({**SP, **HEADS}, late((), "k_norm"), ("k_norm.weight", "partial over tp", "is missing")),
+    "head norms summed twice": ({"tp": 2, **HEADS}, late(("tp", "tp"), "q_norm"), ("q_norm", "over tp", "reduced twice")),
+    "bias of q, k, v over tp": ({"tp": 2, "model__add_qkv_bias": True}, late(("tp",), "qkv.bias"), ("qkv.bias", "varying over")),
     "column bias over tp": ({**SP, "model__add_bias_linear": True}, late(("tp",), "qkv.bias"), ("qkv.bias", "varying over tp")),
     "weight over tp": (SP, late(("tp",), "mlp.up.weight"), ("mlp.up.weight", "varying over tp", "different parts")),
     "tied not summed": (TIED, late((), "embedding.word"), ("embedding.word.weight", "partial over embed", "missing")),
