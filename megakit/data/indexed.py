@@ -50,7 +50,7 @@ class IndexedFile:
         self.prefix = prefix
         self.bin_path, self.idx_path = f"{prefix}.bin", f"{prefix}.idx"
         _check_present(prefix)
-        raw = _map(self.idx_path)
+        self._raw = raw = _map(self.idx_path)
         self.dtype, self.sequences, count = _read_header(self.idx_path, raw)
         lengths_at = HEADER_SIZE
         pointers_at = lengths_at + 4 * self.sequences
@@ -66,6 +66,7 @@ class IndexedFile:
         self._pointers = np.ndarray((self.sequences,), "<i8", buffer=raw, offset=pointers_at)
         self._documents = np.ndarray((count,), "<i8", buffer=raw, offset=documents_at)
         self.documents = count - 1
+        self.multimodal = raw.size != end
         self._check_bin()
         self.tokens = os.path.getsize(self.bin_path) // self.dtype.itemsize
         self.data = np.memmap(self.bin_path, self.dtype, "r") if self.tokens else np.zeros(0, self.dtype)
@@ -99,7 +100,7 @@ class IndexedFile:
         ends: list[np.ndarray] = []
         after = first + 1
         while not ends or (ends[-1][-1] < start + count and after <= self.documents):
-            ends.append(self._document_starts(after, min(after + _DOCUMENTS_READ, self.documents + 1)))
+            ends.append(self.document_starts(after, min(after + _DOCUMENTS_READ, self.documents + 1)))
             after += len(ends[-1])
         # of documents without a token several begin at one place: the last of them has what follows
         return first + np.searchsorted(np.concatenate(ends), np.arange(start, start + count), side="right")
@@ -112,13 +113,34 @@ class IndexedFile:
             low, high = (middle, high) if self.document_start(middle) <= token else (low, middle - 1)
         return low
 
-    def _document_starts(self, first: int, end: int) -> np.ndarray:
+    def document_starts(self, first: int, end: int) -> np.ndarray:
         """`document_start` of documents [first, end): int64."""
         sequences = np.asarray(self._documents[first:end])
         starts = np.full(len(sequences), self.tokens, np.int64)
         inside = sequences < self.sequences
         starts[inside] = self._pointers[sequences[inside]] // self.dtype.itemsize
         return starts
+
+    def lengths(self, first: int, end: int) -> np.ndarray:
+        """Tokens of each of the sequences [first, end): int32. Read, not mapped, so that a walk through the index keeps nothing
+        in memory; so are the next three."""
+        return self._part(self._lengths, first, end)
+
+    def pointers(self, first: int, end: int) -> np.ndarray:
+        """Where each of the sequences [first, end) begins in the .bin: int64, bytes."""
+        return self._part(self._pointers, first, end)
+
+    def document_index(self, first: int, end: int) -> np.ndarray:
+        """The first sequence of each of the documents [first, end): int64; that of document `documents` is `sequences`."""
+        return self._part(self._documents, first, end)
+
+    def ids(self, first: int, end: int) -> np.ndarray:
+        """Tokens [first, end) in the file's dtype."""
+        return np.fromfile(self.bin_path, self.dtype, count=end - first, offset=first * self.dtype.itemsize)
+
+    def _part(self, mapped: np.ndarray, first: int, end: int) -> np.ndarray:
+        offset = mapped.ctypes.data - self._raw.ctypes.data + first * mapped.itemsize
+        return np.fromfile(self.idx_path, mapped.dtype, count=end - first, offset=offset)
 
     def scan_ids(self) -> IdScan:
         """Smallest and largest token id, of every token up to 10^8, of the first and last 10^7 beyond."""
@@ -155,14 +177,20 @@ class IndexedFile:
         bounds = (int(self._documents[0]), int(self._documents[-1]))
         if bounds != (0, n):
             raise Refused(f"{self.idx_path}: its documents cover sequences {bounds[0]} to {bounds[1]} of {n}: make it again")
-        for start in (0, max(n - _CHECKED_SEQUENCES, 0)):
-            lengths = self._lengths[start : start + _CHECKED_SEQUENCES].astype(np.int64)
-            pointers = self._pointers[start : start + _CHECKED_SEQUENCES]
-            contiguous = np.array_equal(np.diff(pointers), lengths[:-1] * itemsize)
-            if n and (not contiguous or lengths.min() < 0 or (start == 0 and pointers[0] != 0)):
-                raise Refused(
-                    f"{self.idx_path}: its sequences don't lie one behind the other in the .bin: merge the corpus again"
-                )
+        self.check_sequences(0, min(n, _CHECKED_SEQUENCES))
+        self.check_sequences(max(n - _CHECKED_SEQUENCES, 0), n)
+
+    def check_sequences(self, first: int, end: int) -> None:
+        """Refused unless the sequences [first, end) lie one behind the other in the .bin, from byte 0 on if `first` is 0."""
+        lengths, pointers = self.lengths(first, end).astype(np.int64), self.pointers(first, end)
+        ends = np.cumsum(lengths * self.dtype.itemsize) + (int(pointers[0]) if first else 0)
+        begins = ends - lengths * self.dtype.itemsize
+        if (wrong := (begins != pointers) | (lengths < 0)).any():
+            at = int(np.argmax(wrong))
+            raise Refused(
+                f"{self.idx_path}: sequence {first + at} of {lengths[at]} tokens begins at byte {pointers[at]}, the one before"
+                f" ends at {begins[at]}: they don't lie one behind the other in the .bin; merge the corpus again"
+            )
 
     def _check_sidecar(self, sidecar: Sidecar) -> None:
         here = (self.tokens, self.documents, self.dtype.name)

