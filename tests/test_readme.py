@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.checkpoint import hf_models
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 SMALLER = {"--vocab-size 32000": "--vocab-size 300", "--workers 8": "--workers 2"}
@@ -35,6 +37,7 @@ def folder(tmp_path_factory) -> Path:
     words = ["the", "state", "of", "union", "is", "strong", "and", "people", "this", "nation", "know", "it", "well"]
     texts = [" ".join(words[(i * j) % len(words)] + str(j % 7) for j in range(60)) + f"\n{i}" for i in range(200)]
     (path / "corpus.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    hf_models.write(hf_models.llama()[0], path / "Llama-3.1-8B")
     return path
 
 

@@ -1,178 +1,137 @@
-"""Look into checkpoints, and turn them into Hugging Face folders.
+"""Weights between Hugging Face, megakit and Megatron-LM; and a look into any of them.
 
+    python tools/convert_ckpt.py --from hf --to megakit Llama-3.1-8B weights
+    python tools/convert_ckpt.py --from megakit --to hf runs/demo/checkpoints/step_00000300 exported --dtype bf16
+    python tools/convert_ckpt.py --from megatron --to megakit checkpoints/gpt weights --vocab-size 50257 --verify
     python tools/convert_ckpt.py inspect runs/demo/checkpoints
-    python tools/convert_ckpt.py inspect runs/demo/checkpoints/step_00000300
-    python tools/convert_ckpt.py inspect path/to/a/hugging/face/folder
-    python tools/convert_ckpt.py export --checkpoint runs/demo/checkpoints/step_00000300 --output exported
 
-A Hugging Face folder starts a run by checkpoint.init_from=FOLDER; `inspect` says which model.* values it needs.
-One process, no GPU. Exit code 2, with one line, where something is refused.
+SRC is a Hugging Face folder, a step_NNNNNNNN folder of a run, a folder of weights made by --to megakit, or a checkpoint folder
+of Megatron-LM; --from is found from its files when left out. DST is a new folder, which appears when it is complete. What
+--to megakit makes starts a run by checkpoint.init_from=DST, as a Hugging Face folder does.
+
+One process, no GPU, little memory: tensors pass in pieces. Exit code 2, with one line, where something is refused; 1 where
+--verify finds a difference; 74 where the disk is too small.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import re
 import sys
-from collections.abc import Callable
-from dataclasses import fields
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from megakit.config.schema import Config, ModelConfig
 from megakit.errors import EXIT_DONE, Refused, Stop
 
 if TYPE_CHECKING:
-    import torch
+    from megakit.checkpoint.weights import WeightsSource
 
 _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command; the exit code."""
-    args = _parser().parse_args(argv)
+    """Run the command; the exit code."""
+    given = sys.argv[1:] if argv is None else argv
     try:
-        args.run(args)
+        if given[:1] == ["inspect"]:
+            _inspect(inspect_parser().parse_args(given[1:]))
+        else:
+            _convert(convert_parser().parse_args(given))
     except Stop as error:
         print(f"error: {error}", file=sys.stderr)
         return error.code
     return EXIT_DONE
 
 
-def _parser() -> argparse.ArgumentParser:
+def convert_parser() -> argparse.ArgumentParser:
+    """The options of a conversion."""
     parser = argparse.ArgumentParser(
         prog="convert_ckpt.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    commands = parser.add_subparsers(required=True)
+    parser.add_argument("source", metavar="SRC", type=Path, help="a folder with weights")
+    parser.add_argument("target", metavar="DST", type=Path, help="a new folder")
+    parser.add_argument("--from", dest="kind", choices=["hf", "megakit", "megatron"], help="of SRC (found from its files)")
+    parser.add_argument("--to", required=True, choices=["megakit", "hf"], help="of DST")
+    parser.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], help="of the weights (as they are in SRC)")
+    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="largest file, as 500MB or 5GB (5GB)")
+    parser.add_argument("--tokenizer", metavar="FILE", help="the tokenizer to put with it, or none (the one SRC has or names)")
+    parser.add_argument("--vocab-size", type=int, metavar="N", help="true vocabulary, of a SRC of Megatron-LM, which pads it")
+    parser.add_argument("--sizes-only", action="store_true", help="don't compare the checksums of a SRC of megakit")
+    parser.add_argument("--verify", action="store_true", help="compare the logits of SRC and DST on random tokens")
+    parser.add_argument("--tolerance", type=float, metavar="X", help="largest difference of logits that --verify allows")
+    return parser
 
-    inspect = commands.add_parser("inspect", help="what is in a checkpoint, a folder of them, or a Hugging Face folder")
-    inspect.add_argument("path", type=Path)
-    inspect.add_argument("--sizes-only", action="store_true", help="don't read the files to compare their checksums")
-    inspect.set_defaults(run=_inspect)
 
-    export = commands.add_parser("export", help="write a Hugging Face folder of safetensors")
-    export.add_argument("--checkpoint", type=Path, required=True, help="a step_NNNNNNNN folder")
-    export.add_argument("--output", type=Path, required=True, help="a new folder")
-    export.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16", help="of the weights (bf16)")
-    export.add_argument("--max-shard-size", default="5GB", help="largest file, as 500MB or 5GB (5GB)")
-    export.add_argument("--tokenizer", help="tokenizer.model to put with it, or none (the one the checkpoint names)")
-    export.set_defaults(run=_export)
+def inspect_parser() -> argparse.ArgumentParser:
+    """The options of `inspect`."""
+    parser = argparse.ArgumentParser(
+        prog="convert_ckpt.py inspect",
+        description="what is in a checkpoint, a folder of them, a folder of weights, or a Hugging Face folder",
+    )
+    parser.add_argument("path", type=Path)
+    parser.add_argument("--sizes-only", action="store_true", help="don't read the files to compare their checksums")
     return parser
 
 
 def _inspect(args: argparse.Namespace) -> None:
-    from megakit.checkpoint.manifest import folders, step_of
+    from megakit.checkpoint.inspect import show
 
-    path: Path = args.path
-    if not path.is_dir():
-        raise Refused(f"there is no folder {path}")
-    if step_of(path) is not None:
-        _show_steps([path], args.sizes_only)
-        _show_details(path)
-    elif found := folders(path):
-        _show_steps(list(found.values()), args.sizes_only)
-    elif (path / "config.json").exists():
-        _show_hugging_face(path)
-    else:
-        raise Refused(f"{path} is no checkpoint, holds none, and has no config.json of Hugging Face")
+    show(args.path, args.sizes_only)
 
 
-def _show_steps(paths: list[Path], sizes_only: bool) -> None:
-    """A line for each checkpoint; exit code 2 if any is damaged, after all have been shown."""
-    from megakit.checkpoint.manifest import Damaged, read_manifest, verify
+def _convert(args: argparse.Namespace) -> None:
+    shard_bytes = _bytes(args.max_shard_size)
+    if args.tolerance is not None and not args.verify:
+        raise Refused("--tolerance belongs to --verify: add it")
 
-    rows = [("step", "saved", "tokens", "parameters", "files", "size", "state")]
-    bad: list[str] = []
-    for path in paths:
-        try:
-            verify(path, deep=not sizes_only)
-            state = "sizes right" if sizes_only else "intact"
-        except Damaged as error:
-            bad.append(str(error))
-            state = "damaged"
-        try:
-            m = read_manifest(path)
-        except Damaged:
-            rows.append((path.name, "?", "?", "?", "?", "?", state))
-            continue
-        size = sum(f["bytes"] for f in m["files"].values())
-        parameters = sum(math.prod(s) for n, s in m["tensors"].items() if n.startswith("master."))
-        counts = [f"{n:,}" for n in (m["step"], m.get("consumed_tokens", 0), parameters, len(m["files"]))]
-        rows.append((counts[0], m["saved_at"], *counts[1:], f"{size / 1e6:,.1f} MB", state))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    for row in rows:
-        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-    if bad:
-        raise Refused("; ".join(bad))
+    from megakit.checkpoint.convert import NAMES, Target, plan, write
+    from megakit.checkpoint.weights import DTYPES
+
+    source = _source(args)
+    dtype = DTYPES[args.dtype] if args.dtype else None
+    target = Target(args.to, args.target, dtype, shard_bytes, args.tokenizer)
+    planned, started = plan(source, target), time.monotonic()
+    check = _verification(args, source) if args.verify else None
+    with _progress(planned.nbytes) as progress:
+        write(source, target, planned, not args.sizes_only, check, progress)
+    what = f"{args.to}, {source.model.family}, {NAMES[planned.dtype]}"
+    size = f"{planned.nbytes / 1e6:,.1f} MB in {len(planned.names)} file(s)"
+    print(f"{args.source} written to {args.target}: {what}, {size}, {time.monotonic() - started:.1f} s")
 
 
-def _show_details(path: Path) -> None:
-    from megakit.checkpoint.manifest import read_manifest
+def _source(args: argparse.Namespace) -> WeightsSource:
+    from megakit.checkpoint.weights import kind_of, open_weights
 
-    m = read_manifest(path)
-    versions = ", ".join(f"{name} {version}" for name, version in m["versions"].items())
-    print(f"\nwritten by {m['world_size']} rank(s) with {versions}")
-    tokenizer = m.get("tokenizer")
-    if tokenizer:
-        ids = ", ".join(f"{kind} {tokenizer[kind]}" for kind in ("bos", "eos", "unk", "pad"))
-        print(
-            f"tokenizer {tokenizer['fingerprint'][:12]}..., {tokenizer['vocab_size']:,} pieces, {ids}, from {tokenizer['path']}"
-        )
-    print("\nmodel:")
-    for name, value in m["config"]["model"].items():
-        print(f"  {name}: {_yaml(value)}")
+    kind = kind_of(args.source)
+    if args.kind is not None and args.kind != kind:
+        raise Refused(f"--from {args.kind}, but {args.source} is of {kind}: leave --from out, or give the right folder")
+    if args.vocab_size is not None and kind != "megatron":
+        raise Refused(f"--vocab-size {args.vocab_size} is for a SRC of Megatron-LM, {args.source} is of {kind}: leave it out")
+    return open_weights(args.source)
 
 
-def _yaml(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def _verification(args: argparse.Namespace, source: WeightsSource) -> Callable[[Path], None]:
+    """Compares the finished folder with SRC, and prints what was found."""
+    from megakit.checkpoint.compare import check_memory, compare
+
+    check_memory(source)
+    return lambda written: print(f"verified: {compare(source, written, args.tolerance)}")
 
 
-def _show_hugging_face(path: Path) -> None:
-    """The model as a recipe gives it, after a check of all files."""
-    from megakit.checkpoint.hf import HfSource, read_config
-    from megakit.modeling.layout import parameter_count
-    from model_zoo import family
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[int], None]]:
+    """A bar with MB/s and the time left, on a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-    config = read_config(path)
-    cfg = Config(model=family(config["model_type"]).from_hf(config))
-    HfSource(path, cfg)
-    print(f"{cfg.model.family}, {parameter_count(cfg):,} parameters; to train from it, checkpoint.init_from={path} and\n\nmodel:")
-    for f in fields(ModelConfig):
-        print(f"  {f.name}: {_yaml(getattr(cfg.model, f.name))}")
-
-
-def _export(args: argparse.Namespace) -> None:
-    import torch
-
-    from megakit.checkpoint.hf import export
-    from megakit.checkpoint.store import read_full, read_manifest, verify
-
-    size = _bytes(args.max_shard_size)
-    _refuse_other_folders(args.checkpoint)
-    verify(args.checkpoint, deep=True)
-    manifest = read_manifest(args.checkpoint)
-    known = {f.name for f in fields(ModelConfig)}
-    model = ModelConfig(**{name: value for name, value in manifest["config"]["model"].items() if name in known})
-    tokenizer = _tokenizer(args.tokenizer, manifest.get("tokenizer"))
-    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[args.dtype]
-    read: Callable[[str], torch.Tensor] = lambda name: read_full(args.checkpoint, [f"master.{name}"])[f"master.{name}"]  # noqa: E731
-    export(read, Config(model=model), args.output, dtype, size, tokenizer)
-    written = sorted(args.output.glob("*.safetensors"))
-    total = sum(p.stat().st_size for p in written)
-    print(f"step {manifest['step']:,} written to {args.output}: {args.dtype}, {total / 1e6:,.1f} MB in {len(written)} file(s)")
-
-
-def _refuse_other_folders(path: Path) -> None:
-    """A folder of checkpoints, or one that isn't there, is a slip of the hand and no damaged checkpoint."""
-    from megakit.checkpoint.manifest import folders, step_of
-
-    if step_of(path) is not None and path.is_dir():
-        return
-    root = path if step_of(path) is None else path.parent
-    there = [str(p) for p in folders(root).values()] if root.is_dir() else []
-    cure = f"give --checkpoint {there[-1]}" if there else "give a step_NNNNNNNN folder by --checkpoint"
-    raise Refused(f"{path} is no checkpoint: {cure}" if path.is_dir() else f"there is no folder {path}: {cure}")
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+        task = bar.add_task("writing", total=total)
+        yield lambda nbytes: bar.update(task, advance=nbytes)
 
 
 def _bytes(text: str) -> int:
@@ -180,26 +139,6 @@ def _bytes(text: str) -> int:
     if not match or match[2] not in _UNITS or float(match[1]) == 0:
         raise Refused(f"--max-shard-size {text} is no size: write it as 500MB or 5GB")
     return int(float(match[1]) * _UNITS[match[2]])
-
-
-def _tokenizer(given: str | None, recorded: dict[str, Any] | None) -> Path | None:
-    """The tokenizer file to export: the one that the checkpoint was trained with, wherever it lies."""
-    from megakit.data.tokenizer import load_tokenizer
-
-    if given == "none" or (given is None and (recorded is None or recorded["path"] is None)):
-        return None
-    path = Path(given) if given is not None else Path((recorded or {})["path"])
-    if not path.is_file():
-        raise Refused(f"there is no tokenizer {path}: give the file by --tokenizer FILE, or --tokenizer none to leave it out")
-    if recorded is not None:
-        found = load_tokenizer(path)
-        for kind in ("bos", "eos", "unk", "pad", "vocab_size", "fingerprint"):
-            theirs, ours = recorded[kind], getattr(found, kind)
-            if theirs != ours:
-                raise Refused(
-                    f"the checkpoint was trained with {kind} = {theirs}, the tokenizer {path} has {ours}: give the right file"
-                )
-    return path
 
 
 if __name__ == "__main__":

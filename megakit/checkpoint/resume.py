@@ -249,7 +249,7 @@ def _check_optimizer(manifest: dict[str, Any], now: OptimConfig) -> None:
         return
     raise Refused(
         f"the checkpoint of step {manifest['step']} has the states of optim.name = {theirs}, the recipe has {ours}: go on with"
-        f" {theirs}, or start anew from its weights (tools/convert_ckpt.py export, then checkpoint.init_from)"
+        f" {theirs}, or start anew from its weights, by checkpoint.init_from and another checkpoint.dir"
     )
 
 

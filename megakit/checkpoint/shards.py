@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-import warnings
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,7 +21,6 @@ from torch.distributed.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
     TensorProperties,
-    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
@@ -203,25 +201,6 @@ def load(folder: Path, boxes: Boxes) -> None:
         dcp.load(_views(boxes), storage_reader=dcp.FileSystemReader(folder))
     except CheckpointException as error:
         raise _agreed(error) from None
-
-
-def load_whole(folder: Path, names: list[str]) -> dict[str, torch.Tensor]:
-    """Whole tensors by name, on the CPU, in this process alone: needs no process group.
-
-    Raises KeyError with the name that the folder doesn't have.
-    """
-    reader = dcp.FileSystemReader(folder)
-    known = reader.read_metadata().state_dict_metadata
-    out: dict[str, torch.Tensor] = {}
-    for name in names:
-        entry = known[name]
-        if not isinstance(entry, TensorStorageMetadata):
-            raise KeyError(name)
-        out[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(dict(out), storage_reader=reader, no_dist=True)
-    return out
 
 
 def _agreed(error: CheckpointException) -> Disagreed:

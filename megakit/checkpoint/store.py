@@ -44,7 +44,7 @@ from megakit.config.schema import Config
 from megakit.errors import Refused, StorageFailed
 from megakit.parallel.comm import Comm
 
-__all__ = ["Choice", "check_model", "choose", "load", "read_full", "read_manifest", "run_info", "save", "steps", "verify"]
+__all__ = ["Choice", "check_model", "choose", "damage", "load", "read_manifest", "run_info", "save", "steps", "verify"]
 
 log = logging.getLogger(__name__)
 
@@ -251,16 +251,3 @@ def _check_tensors(path: Path, boxes: Boxes, tensors: dict[str, list[int]]) -> N
             raise Refused(f"it has no tensor {name}")
         if list(shape) != tensors[name]:
             raise Refused(f"{name} is {tensors[name]} in the checkpoint and {list(shape)} in the model")
-
-
-def read_full(path: Path, names: list[str]) -> dict[str, torch.Tensor]:
-    """Whole tensors by their names in the checkpoint ("master.layers.0.mlp.up.weight"), on the CPU, in one process
-    without a process group: for export and generation. Doesn't verify checksums: call `verify` before.
-
-    Raises Refused naming a tensor that isn't there.
-    """
-    tensors = read_manifest(Path(path))["tensors"]
-    for name in names:
-        if name not in tensors:
-            raise Refused(f"{path} has no tensor {name}")
-    return shards.load_whole(Path(path), names)

@@ -260,7 +260,8 @@ class CheckpointConfig:
     resume: Union[int, str] = "auto"
     """auto (newest complete, else step 0) | must | never | the number of a step."""
     init_from: Optional[str] = None
-    """Hugging Face folder (safetensors) whose weights start the run; a checkpoint to resume wins over it."""
+    """Folder whose weights start the run: of Hugging Face, of tools/convert_ckpt.py, or a step of another run; a checkpoint to
+    resume wins over it."""
 
 
 @dataclass

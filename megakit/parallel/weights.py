@@ -15,7 +15,7 @@ class Source(Protocol):
     """Where initial weights come from."""
 
     def read(self, name: str, start: tuple[int, ...], size: tuple[int, ...]) -> torch.Tensor:
-        """That box of the named global tensor, fp32."""
+        """That box of the named global tensor, of any floating dtype."""
         ...
 
 

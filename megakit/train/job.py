@@ -7,14 +7,14 @@ import os
 from pathlib import Path
 
 from megakit.checkpoint import store
-from megakit.checkpoint.hf import HfSource
+from megakit.checkpoint.weights import WeightsSource, open_weights
 from megakit.config.batch import BatchSize
 from megakit.config.rules import total_steps
 from megakit.config.schema import Config
 from megakit.config.terminal import as_text
 from megakit.data.build import build_streams
 from megakit.data.tokenizer import Tokenizer, load_tokenizer
-from megakit.errors import EXIT_DONE
+from megakit.errors import EXIT_DONE, Refused
 from megakit.launch import process_group, run_folder
 from megakit.launch.devices import has_bf16
 from megakit.launch.env import Ranks
@@ -116,8 +116,20 @@ def _start(cfg: Config, engine: Engine, choice: store.Choice) -> Progress:
         saved = store.load(choice.path, engine.boxes(owned=False), engine.comm, verified=True)
         engine.loaded(saved)
         return Progress.from_state(saved)
-    engine.initialize(HfSource(Path(cfg.checkpoint.init_from), cfg) if cfg.checkpoint.init_from else None)
+    engine.initialize(_initial_weights(cfg, engine.comm) if cfg.checkpoint.init_from else None)
     return Progress()
+
+
+def _initial_weights(cfg: Config, comm: Comm) -> WeightsSource:
+    """Those of checkpoint.init_from, after a check of the model and, in a folder of ours, of the checksums. Collective."""
+    assert cfg.checkpoint.init_from is not None
+    source = open_weights(cfg.checkpoint.init_from)
+    source.check_model(cfg.model)
+    if source.manifest is not None:
+        reason, _ = store.damage(source.path, comm)
+        if reason is not None:
+            raise Refused(f"checkpoint.init_from = {source.path}: {reason}")
+    return source
 
 
 def _announce(writer: MetricsWriter, choice: store.Choice, alerts: list[str], data: list[str | None]) -> None:

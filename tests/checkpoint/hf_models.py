@@ -6,11 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from megakit.checkpoint.hf import HfSource
+from megakit.checkpoint.convert import Target, plan
+from megakit.checkpoint.convert import write as write_target
+from megakit.checkpoint.lazy import lazy
+from megakit.checkpoint.safetensors_files import read_header
+from megakit.checkpoint.weights import WeightsSource
 from megakit.config.schema import Config
 from megakit.modeling.layout import split_layers, stage_params
 from tests.checkpoint import layouts
@@ -85,7 +89,7 @@ def files(folder: Path) -> dict[str, torch.Tensor]:
     return out
 
 
-def whole(source: HfSource, cfg: Config, tp: int) -> dict[str, torch.Tensor]:
+def whole(source: WeightsSource, cfg: Config, tp: int) -> dict[str, torch.Tensor]:
     """Our global tensors, put together from the boxes that `tp` ranks read. Rows that no rank reads stay NaN."""
     (stage,) = split_layers(cfg.model.num_layers, 1)
     out: dict[str, torch.Tensor] = {}
@@ -94,6 +98,18 @@ def whole(source: HfSource, cfg: Config, tp: int) -> dict[str, torch.Tensor]:
             target = out.setdefault(name, torch.full(param.shard.shape, torch.nan))
             for start, size, _ in param.shard.boxes:
                 target[tuple(slice(s, s + n) for s, n in zip(start, size))] = source.read(name, start, size)
+    return out
+
+
+def source_of(tensors: dict[str, torch.Tensor], cfg: Config, file: Path) -> WeightsSource:
+    """Our tensors as a source, by way of a file."""
+    save_file({name: t.contiguous() for name, t in tensors.items()}, file)
+    return WeightsSource("megakit", file.parent, cfg.model, {name: lazy(at) for name, at in read_header(file).items()})
+
+
+def convert(source: WeightsSource, kind: str, out: Path, **options: Any) -> Path:
+    target = Target(kind, out, **options)
+    write_target(source, target, plan(source, target))
     return out
 
 

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from megakit.checkpoint import store
-from megakit.checkpoint.hf import HfSource
 from megakit.checkpoint.shards import Boxes
+from megakit.checkpoint.weights import open_weights
 from megakit.config.schema import Config
 from megakit.data.tokenizer import load_tokenizer
 from megakit.errors import Stop
@@ -55,7 +55,7 @@ def save_layout(cfg: Config, grid: Grid, zero: int, root: Path) -> None:
 
 def save_weights_of(folder: Path, cfg: Config, root: Path, grid: Grid, tokenizer: Path | None) -> None:
     """Each rank's boxes, flat ranges with dp, from a Hugging Face folder."""
-    c, source = comm(grid), HfSource(folder, cfg)
+    c, source = comm(grid), open_weights(folder)
     boxes = rank_boxes(cfg, grid, c.state.rank, 1, saving=True)
     for name, (_, held) in boxes.items():
         for start, tensor in held:

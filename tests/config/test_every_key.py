@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from megakit.checkpoint.hf_export import export
 from megakit.config.compose import compose
 from megakit.config.keys import schema_keys
 from megakit.config.rules import check
@@ -23,7 +22,8 @@ from megakit.config.typed import replace
 from megakit.data.tokenizer import tokenizer_fingerprint
 from megakit.data.train_tokenizer import train, write_model
 from megakit.errors import Refused
-from model_zoo import family
+from megakit.modeling.layout import model_params
+from tests.checkpoint.hf_models import convert, source_of
 from tests.config import observers as see
 from tests.config.tiny import TINY
 from tests.data.corpus import plain_text, write_corpus
@@ -242,8 +242,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     write_corpus(out["a"], lengths, seed=1)
     write_corpus(out["b"], lengths[::-1], seed=2)
     write_corpus(out["told"], lengths, vocab=400, seed=3, tokenizer=tokenizer_fingerprint(out["tokenizer"]))
-    shapes = {name: mapped.shape for name, mapped in family("llama").tensors(TINY_CONFIG.model).items()}
-    export(lambda name: torch.full(shapes[name], 0.01), TINY_CONFIG, out["hf"], torch.float32, 2**30, None)
+    tensors = {name: torch.full(p.shard.shape, 0.01) for name, p in model_params(TINY_CONFIG).items()}
+    convert(source_of(tensors, TINY_CONFIG, folder / "ours"), "hf", out["hf"])
     return out
 
 

@@ -15,7 +15,7 @@ import torch
 from megakit.parallel.grid import Grid
 from tests.checkpoint import hf_models, workers
 from tests.checkpoint.hf_models import files, same_bytes, write
-from tools.convert_ckpt import _bytes, _parser, main
+from tools.convert_ckpt import _bytes, convert_parser, inspect_parser, main
 
 DP2_TP2 = Grid(dp=2, tp=2)
 
@@ -51,17 +51,23 @@ def test_export_gives_the_imported_bytes(pools, tmp_path, capsys, case):
     else:
         (model, cfg), grid = hf_models.llama(tie="tied" in case), DP2_TP2
     path = checkpoint(pools, tmp_path, model, cfg, grid)
-    assert main(["export", "--checkpoint", str(path), "--output", str(tmp_path / "out"), "--dtype", "fp32"]) == 0
+    assert main(["--to", "hf", str(path), str(tmp_path / "out")]) == 0
     before, after = files(tmp_path / "in"), files(tmp_path / "out")
     assert before.keys() == after.keys()
     assert all(same_bytes(tensor, after[name]) for name, tensor in before.items())
-    assert capsys.readouterr().out.startswith(f"step 10 written to {tmp_path / 'out'}: fp32, 0.")
+    said = capsys.readouterr().out
+    assert said.startswith(f"{path} written to {tmp_path / 'out'}: hf, {cfg.model.family}, fp32, 0.") and "1 file(s)" in said
 
 
 def test_export_in_shards(pools, tmp_path):
     model, cfg = hf_models.llama(dtype=torch.bfloat16)
     path = checkpoint(pools, tmp_path, model, cfg)
-    assert main(["export", "--checkpoint", str(path), "--output", str(tmp_path / "out"), "--max-shard-size", "100kB"]) == 0
+    assert (
+        main(
+            ["--from", "megakit", "--to", "hf", str(path), str(tmp_path / "out"), "--dtype", "bf16", "--max-shard-size", "100kB"]
+        )
+        == 0
+    )
     assert len(list((tmp_path / "out").glob("*.safetensors"))) >= 3
     assert all(same_bytes(tensor, files(tmp_path / "out")[name]) for name, tensor in files(tmp_path / "in").items())
 
@@ -70,7 +76,7 @@ def test_special_tokens(pools, tmp_path, capsys, tokenizer):
     """CV2: the ids of the tokenizer that the model was trained with, everywhere, and its file unchanged."""
     model, cfg = hf_models.llama()
     path = checkpoint(pools, tmp_path, model, cfg, tokenizer=tokenizer)
-    export = ["export", "--checkpoint", str(path), "--output", str(tmp_path / "out")]
+    export = ["--to", "hf", str(path), str(tmp_path / "out")]
     assert main(export) == 0
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["bos_token_id"], config["eos_token_id"], config["pad_token_id"]) == (0, 1, 3)
@@ -101,7 +107,7 @@ def test_transformers_adds_no_space_where_the_tokenizer_adds_none(pools, tmp_pat
     file = trained(tmp_path, add_dummy_prefix=False, remove_extra_whitespaces=False)
     model, cfg = hf_models.llama()
     path = checkpoint(pools, tmp_path, model, cfg, tokenizer=file)
-    assert main(["export", "--checkpoint", str(path), "--output", str(tmp_path / "out")]) == 0
+    assert main(["--to", "hf", str(path), str(tmp_path / "out")]) == 0
     theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(file))
     for text in ("afk bgl", "afk", "", "  afk", " bgl  afk "):
@@ -113,12 +119,12 @@ def test_a_folder_that_is_no_checkpoint(pools, tmp_path, capsys):
     model, cfg = hf_models.llama()
     path = checkpoint(pools, tmp_path, model, cfg)
     wrong = {
-        path.parent: f"{path.parent} is no checkpoint: give --checkpoint {path}",
-        path.parent / "step_00000011": f"there is no folder {path.parent}/step_00000011: give --checkpoint {path}",
-        tmp_path / "none": f"there is no folder {tmp_path}/none: give a step_NNNNNNNN folder by --checkpoint",
+        path.parent: f"{path.parent} is a folder of checkpoints: give one of them, as {path}",
+        path.parent / "step_00000011": f"there is no folder {path.parent}/step_00000011: give {path}",
+        tmp_path / "none": f"there is no folder {tmp_path}/none: give one with weights",
     }
     for folder, message in wrong.items():
-        assert main(["export", "--checkpoint", str(folder), "--output", str(tmp_path / "out")]) == 2
+        assert main(["--to", "hf", str(folder), str(tmp_path / "out")]) == 2
         assert capsys.readouterr().err == f"error: {message}\n"
 
 
@@ -128,7 +134,7 @@ def test_tokenizer_refusals(pools, tmp_path, capsys, tokenizer):
     moved.write_bytes(tokenizer.read_bytes())
     path = checkpoint(pools, tmp_path, model, cfg, tokenizer=moved)
     moved.unlink()
-    export = ["export", "--checkpoint", str(path), "--output", str(tmp_path / "out")]
+    export = ["--to", "hf", str(path), str(tmp_path / "out")]
     assert main(export) == 2
     assert f"there is no tokenizer {moved}: give the file by --tokenizer" in capsys.readouterr().err
     moved.write_bytes(b"other")
@@ -152,12 +158,12 @@ def test_export_refusals(pools, tmp_path, capsys, what):
         (out / "mine").write_text("")
     size = "lots" if what == "size" else "5GB"
     path = path.with_name("step_00000011") if what == "missing" else path
-    assert main(["export", "--checkpoint", str(path), "--output", str(out), "--max-shard-size", size]) == 2
+    assert main(["--to", "hf", str(path), str(out), "--max-shard-size", size]) == 2
     said = {
         "damaged": "__1_0.distcp has checksum",
         "output": "is there already",
         "size": "lots is no size",
-        "missing": f"there is no folder {path}: give --checkpoint {path.with_name('step_00000010')}",
+        "missing": f"there is no folder {path}: give {path.with_name('step_00000010')}",
     }
     error = capsys.readouterr().err
     assert said[what] in error and error.startswith("error: ") and error.count("\n") == 1
@@ -206,14 +212,15 @@ def test_sizes(text, size):
 def test_as_a_command(tmp_path):
     script = Path(__file__).parents[2] / "tools" / "convert_ckpt.py"
     done = subprocess.run([sys.executable, script, "inspect", tmp_path], capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.startswith(f"error: {tmp_path} is no checkpoint")
-    assert subprocess.run([sys.executable, script, "export"], capture_output=True).returncode == 2
+    assert done.returncode == 2 and done.stderr.startswith(f"error: {tmp_path} has no weights")
+    assert subprocess.run([sys.executable, script, tmp_path, tmp_path / "out"], capture_output=True).returncode == 2
 
 
 def test_commands_in_the_docs():
     """They parse; what they do is tested above."""
     text = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
     commands = re.findall(r"^ +\$ python tools/convert_ckpt\.py (.+)$", text, re.MULTILINE)
-    assert len(commands) == 3
+    assert len(commands) >= 3
     for command in commands:
-        _parser().parse_args(command.split())
+        words = command.split()
+        inspect_parser().parse_args(words[1:]) if words[0] == "inspect" else convert_parser().parse_args(words)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from megakit.checkpoint.hf import HfSource
+from megakit.checkpoint.weights import open_weights
 from megakit.config.schema import Config
 from megakit.modeling.decoder import MicroBatch
 from megakit.parallel.loss import IGNORE
@@ -74,7 +74,7 @@ def gpt2(path: Path) -> Config:
 def ours(cfg: Config, path: str):
     """Logits of every position, loss, and gradients of the mean loss as boxes."""
     e = engine(cfg)
-    e.initialize(HfSource(Path(path), cfg))
+    e.initialize(open_weights(path))
     tokens, _ = batch(cfg, 0)
     logits = [e._forward([MicroBatch(tokens[:1].t(), None, 0)]), e.logits(tokens[0], 20)]
     batches = micro_batches(e, 0)

@@ -1,0 +1,183 @@
+"""Files of torch.save, read without running anything that is in them, and without reading their tensors.
+
+A pickle is a program. Here the few things that it may make are plain data; everything else, whatever class it names, becomes
+an `Inert` that keeps its attributes. Tensors become `LazyTensor`s: their bytes stand uncompressed in the file.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import zipfile
+from collections import OrderedDict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+
+from megakit.checkpoint.lazy import LazyTensor, Stored, lazy
+from megakit.errors import Refused
+
+_STORAGES = {
+    "FloatStorage": torch.float32,
+    "BFloat16Storage": torch.bfloat16,
+    "HalfStorage": torch.float16,
+    "DoubleStorage": torch.float64,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+    "UntypedStorage": torch.uint8,
+}
+_PLAIN = {
+    ("collections", "OrderedDict"): OrderedDict,
+    ("argparse", "Namespace"): SimpleNamespace,
+    ("types", "SimpleNamespace"): SimpleNamespace,
+    ("torch", "Size"): tuple,
+    **{("builtins", t.__name__): t for t in (set, frozenset, list, dict, tuple, int, float, bool, str, complex)},
+}
+_LOCAL_HEADER = 30
+"""Bytes of a file's own header in a zip, before its name."""
+
+
+class Inert:
+    """Stands for an object of any class or the result of any function: what it was given, and its attributes."""
+
+    given: tuple[Any, ...] = ()
+    state: Any = None
+
+    def __new__(cls, *given: Any, **named: Any) -> Inert:
+        made = super().__new__(cls)
+        made.given = given
+        return made
+
+    def __init__(self, *given: Any, **named: Any):
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+        if isinstance(state, dict):
+            self.__dict__.update({key: value for key, value in state.items() if isinstance(key, str)})
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
+
+    def append(self, value: Any) -> None:
+        pass
+
+
+class _Storage(NamedTuple):
+    dtype: torch.dtype
+    key: str
+
+
+class _Strided(NamedTuple):
+    """A tensor that is not contiguous, which nobody may need."""
+
+    where: str
+
+
+def read_pickle(file: BinaryIO) -> Any:
+    """A pickle without tensors, such as the .metadata of torch.distributed.checkpoint."""
+    return _Unpickler(file, Path(), {}).load()
+
+
+def load_lazy(path: Path, start: int = 0, length: int | None = None) -> Any:
+    """What torch.save wrote into a file, or into `length` bytes of it from `start`. Raises Refused if it can't be read."""
+    try:
+        with open(path, "rb") as file:
+            window = _Window(file, start, length if length is not None else path.stat().st_size - start)
+            with zipfile.ZipFile(io.BufferedReader(window)) as archive:
+                members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+                if any(info.compress_type != zipfile.ZIP_STORED for info in members.values()):
+                    raise Refused(f"{path} is compressed: write it again with torch.save")
+                if "byteorder" in members and archive.read(members["byteorder"]) != b"little":
+                    raise Refused(f"{path} was written on a big-endian machine: convert it there to safetensors")
+                records = {key[5:]: start + _data_offset(window, info) for key, info in members.items() if key[:5] == "data/"}
+                return _Unpickler(io.BytesIO(archive.read(members["data.pkl"])), path, records).load()
+    except (zipfile.BadZipFile, KeyError, EOFError, pickle.UnpicklingError) as error:
+        raise Refused(
+            f"{path} can't be read as a file of torch.save ({type(error).__name__}: {error}): fetch it again; what a torch before"
+            " 1.6 wrote must be loaded and saved with a newer one first"
+        ) from None
+    except OSError as error:
+        raise Refused(f"{path} can't be read: {error.strerror}") from None
+
+
+def contiguous(value: Any, name: str) -> LazyTensor:
+    """A tensor of what `load_lazy` gave. Raises Refused if it is none, or one that is not contiguous."""
+    if isinstance(value, _Strided):
+        raise Refused(f"{value.where}: {name} is not stored contiguously: save it again after .contiguous()")
+    if not isinstance(value, LazyTensor):
+        raise Refused(f"{name} is no tensor but {type(value).__name__}")
+    return value
+
+
+def _data_offset(window: _Window, info: zipfile.ZipInfo) -> int:
+    window.seek(info.header_offset)
+    header = window.read(_LOCAL_HEADER)
+    return info.header_offset + _LOCAL_HEADER + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+
+
+class _Window(io.RawIOBase):
+    """A part of a file as a file."""
+
+    def __init__(self, file: BinaryIO, start: int, length: int):
+        self._file, self._start, self._length, self._at = file, start, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        target = memoryview(buffer)[: max(0, self._length - self._at)]
+        self._file.seek(self._start + self._at)
+        n = self._file.readinto(target)  # type: ignore[attr-defined]
+        self._at += n
+        return int(n)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes plain data, LazyTensors and Inerts only. `records` are the first bytes of the storages by key."""
+
+    def __init__(self, file: BinaryIO, path: Path, records: dict[str, int]):
+        super().__init__(file)
+        self._path, self._records = path, records
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _PLAIN:
+            return _PLAIN[module, name]
+        if module in ("torch", "torch.storage") and name in _STORAGES:
+            return _STORAGES[name]
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if module == "torch._utils" and name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3"):
+            return self._tensor
+        if module == "torch._utils" and name == "_rebuild_parameter":
+            return lambda data, *_: data
+        return type(name, (Inert,), {"__module__": module})
+
+    def persistent_load(self, pid: Any) -> _Storage:
+        _, dtype, key, *_ = pid
+        return _Storage(dtype, key)
+
+    def _tensor(self, storage: _Storage, offset: int, size: tuple, stride: tuple, *rest: Any) -> LazyTensor | _Strided:
+        """`rest` is requires_grad, hooks and, for an untyped storage, the dtype."""
+        dtype = next((x for x in rest if isinstance(x, torch.dtype)), storage.dtype)
+        steps, step = [], 1
+        for n in reversed(size):
+            steps.append(step)
+            step *= n
+        if any(n > 1 and a != b for n, a, b in zip(size, stride, reversed(steps), strict=True)):
+            return _Strided(str(self._path))
+        return lazy(Stored(self._path, self._records[storage.key] + offset * dtype.itemsize, dtype, tuple(size)))
