@@ -142,7 +142,7 @@ def ids_of(file: IndexedFile, progress: Optional[Progress] = None) -> Ids:
     counts = np.zeros(1, np.int64)
     low, high, counted = 0, -1, 0
     for start, end in spans:
-        ids = file.ids(start, end).astype(np.int64)
+        ids = file.read(start, end - start).astype(np.int64)
         low, high = min(low, int(ids.min())) if counted else int(ids.min()), max(high, int(ids.max()))
         more = np.bincount(np.clip(ids, 0, _IDS))
         if len(more) > len(counts):

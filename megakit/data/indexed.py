@@ -7,10 +7,12 @@ index, int64: document d is sequences [index[d], index[d + 1]). Offsets and coun
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import os
 import struct
 from dataclasses import dataclass
+from io import FileIO
 from typing import Optional
 
 import numpy as np
@@ -26,8 +28,9 @@ DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64
 _WHOLE_SCAN = 100_000_000  # tokens up to which a corpus without a sidecar is scanned whole for its largest id
 _PART_SCAN = 10_000_000
 _CHECKED_SEQUENCES = 5_000_000  # at each end of the index
+_SEQUENCES = 1 << 20  # read at once
 _HASHED = 1 << 16  # bytes at each end of each file
-_DOCUMENTS_READ = 1 << 10  # ends of documents that are read at once
+_NUMBER = struct.Struct("<q")
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class IdScan:
 
 
 class IndexedFile:
-    """One opened corpus, memory-mapped. Its tokens are one contiguous row, documents in order.
+    """One opened corpus, its index memory-mapped. Its tokens are one contiguous row, documents in order.
 
     `tokens` and `documents` are counts, `sidecar` is None for a corpus that was not written by megakit. Raises Refused,
     in one line, if a file is missing or unreadable, if its index is damaged, or if .bin and .idx don't fit each other.
@@ -50,35 +53,52 @@ class IndexedFile:
         self.prefix = prefix
         self.bin_path, self.idx_path = f"{prefix}.bin", f"{prefix}.idx"
         _check_present(prefix)
-        self._raw = raw = _map(self.idx_path)
+        raw = _map(self.idx_path)
+        self._raw = memoryview(raw.data)
         self.dtype, self.sequences, count = _read_header(self.idx_path, raw)
-        lengths_at = HEADER_SIZE
-        pointers_at = lengths_at + 4 * self.sequences
-        documents_at = pointers_at + 8 * self.sequences
-        end = documents_at + 8 * count
+        self._pointers_at = HEADER_SIZE + 4 * self.sequences
+        self._documents_at = self._pointers_at + 8 * self.sequences
+        end = self._documents_at + 8 * count
         # a multimodal corpus has one more byte a sequence; its text is read like any other
         if raw.size not in (end, end + self.sequences):
             raise Refused(
                 f"{self.idx_path} has {raw.size} bytes, its header of {self.sequences} sequences and {count - 1} documents "
                 f"asks for {end}: the file is unfinished or damaged; make it again"
             )
-        self._lengths = np.ndarray((self.sequences,), "<i4", buffer=raw, offset=lengths_at)
-        self._pointers = np.ndarray((self.sequences,), "<i8", buffer=raw, offset=pointers_at)
-        self._documents = np.ndarray((count,), "<i8", buffer=raw, offset=documents_at)
+        self._pointers = np.ndarray((self.sequences,), "<i8", buffer=raw, offset=self._pointers_at)
+        self._documents = np.ndarray((count,), "<i8", buffer=raw, offset=self._documents_at)
         self.documents = count - 1
         self.multimodal = raw.size != end
         self._check_bin()
         self.tokens = os.path.getsize(self.bin_path) // self.dtype.itemsize
-        self.data = np.memmap(self.bin_path, self.dtype, "r") if self.tokens else np.zeros(0, self.dtype)
+        self._bin = _open(self.bin_path)
         self.sidecar: Optional[Sidecar] = read_sidecar(prefix)
         if self.sidecar is not None:
             self._check_sidecar(self.sidecar)
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Tokens [start, start + count) in the file's dtype, a view of the map. IndexError outside of the file."""
+        """Tokens [start, start + count) in the file's dtype. IndexError outside of the file.
+
+        Read at their place, not through the map: a page fault of a map reads 128 KiB and more around a sample of 8 KiB.
+        """
+        self._check_inside(start, count)
+        wanted, at = count * self.dtype.itemsize, start * self.dtype.itemsize
+        data = os.pread(self._bin.fileno(), wanted, at)
+        while len(data) < wanted:  # one call gives 2 GiB at most
+            more = os.pread(self._bin.fileno(), wanted - len(data), at + len(data))
+            if not more:
+                raise Refused(f"{self.bin_path} became shorter than {at + wanted} bytes while it was used: make the data again")
+            data += more
+        return np.frombuffer(data, self.dtype)
+
+    @property
+    def data(self) -> np.ndarray:
+        """All tokens, memory-mapped."""
+        return np.memmap(self.bin_path, self.dtype, "r") if self.tokens else np.zeros(0, self.dtype)
+
+    def _check_inside(self, start: int, count: int) -> None:
         if start < 0 or count < 0 or start + count > self.tokens:
             raise IndexError(f"tokens [{start}, {start + count}) of {self.tokens} in {self.bin_path}")
-        return self.data[start : start + count]
 
     def document(self, number: int) -> np.ndarray:
         """Tokens of one document."""
@@ -89,29 +109,41 @@ class IndexedFile:
         """Position of document `number`'s first token; `tokens` for number == documents."""
         if not 0 <= number <= self.documents:
             raise IndexError(f"document {number} of {self.documents} in {self.idx_path}")
-        sequence = int(self._documents[number])
-        return self.tokens if sequence == self.sequences else int(self._pointers[sequence]) // self.dtype.itemsize
+        return self._start_of(number)
+
+    def _start_of(self, number: int) -> int:
+        (sequence,) = _NUMBER.unpack_from(self._raw, self._documents_at + 8 * number)
+        if sequence == self.sequences:
+            return self.tokens
+        return int(_NUMBER.unpack_from(self._raw, self._pointers_at + 8 * sequence)[0]) // self.dtype.itemsize
 
     def documents_of(self, start: int, count: int) -> np.ndarray:
         """Which document each of the tokens [start, start + count) is in: int64 [count], read from the index alone."""
-        if start < 0 or count < 0 or start + count > self.tokens:
-            raise IndexError(f"tokens [{start}, {start + count}) of {self.tokens} in {self.bin_path}")
+        first, tokens = self.pieces(start, count)
+        return np.repeat(np.arange(first, first + len(tokens)), tokens)
+
+    def pieces(self, start: int, count: int) -> tuple[int, np.ndarray]:
+        """The tokens [start, start + count) by documents: the first one's number, and how many tokens of it and of each of the
+        following ones are there, int64; only those between may have none."""
+        self._check_inside(start, count)
+        if not count:
+            return 0, np.zeros(0, np.int64)
         first = self._document_at(start)
         ends: list[np.ndarray] = []
         after = first + 1
+        # about as many as lie in so many tokens, then twice as many each time
+        at_once = 8 + 2 * count * self.documents // self.tokens
         while not ends or (ends[-1][-1] < start + count and after <= self.documents):
-            ends.append(self.document_starts(after, min(after + _DOCUMENTS_READ, self.documents + 1)))
+            ends.append(self.document_starts(after, min(after + at_once, self.documents + 1)))
             after += len(ends[-1])
-        # of documents without a token several begin at one place: the last of them has what follows
-        return first + np.searchsorted(np.concatenate(ends), np.arange(start, start + count), side="right")
+            at_once *= 2
+        bounds = np.concatenate([[start], *ends])
+        inside = 1 + int(np.searchsorted(bounds, start + count))
+        return first, np.diff(np.minimum(bounds[:inside], start + count))
 
     def _document_at(self, token: int) -> int:
-        """The last document that begins at or before `token`."""
-        low, high = 0, self.documents
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.document_start(middle) <= token else (low, middle - 1)
-        return low
+        """The last document that begins at or before `token`: of several that begin there, the one that has the token."""
+        return bisect.bisect_right(range(self.documents), token, key=self._start_of) - 1
 
     def document_starts(self, first: int, end: int) -> np.ndarray:
         """`document_start` of documents [first, end): int64."""
@@ -123,24 +155,16 @@ class IndexedFile:
 
     def lengths(self, first: int, end: int) -> np.ndarray:
         """Tokens of each of the sequences [first, end): int32. Read, not mapped, so that a walk through the index keeps nothing
-        in memory; so are the next three."""
-        return self._part(self._lengths, first, end)
+        in memory; so are the next two."""
+        return np.fromfile(self.idx_path, "<i4", count=end - first, offset=HEADER_SIZE + 4 * first)
 
     def pointers(self, first: int, end: int) -> np.ndarray:
         """Where each of the sequences [first, end) begins in the .bin: int64, bytes."""
-        return self._part(self._pointers, first, end)
+        return np.fromfile(self.idx_path, "<i8", count=end - first, offset=self._pointers_at + 8 * first)
 
     def document_index(self, first: int, end: int) -> np.ndarray:
         """The first sequence of each of the documents [first, end): int64; that of document `documents` is `sequences`."""
-        return self._part(self._documents, first, end)
-
-    def ids(self, first: int, end: int) -> np.ndarray:
-        """Tokens [first, end) in the file's dtype."""
-        return np.fromfile(self.bin_path, self.dtype, count=end - first, offset=first * self.dtype.itemsize)
-
-    def _part(self, mapped: np.ndarray, first: int, end: int) -> np.ndarray:
-        offset = mapped.ctypes.data - self._raw.ctypes.data + first * mapped.itemsize
-        return np.fromfile(self.idx_path, mapped.dtype, count=end - first, offset=offset)
+        return np.fromfile(self.idx_path, "<i8", count=end - first, offset=self._documents_at + 8 * first)
 
     def scan_ids(self) -> IdScan:
         """Smallest and largest token id, of every token up to 10^8, of the first and last 10^7 beyond."""
@@ -149,7 +173,7 @@ class IndexedFile:
         low, high = 0, -1
         for start, end in spans:
             for at in range(start, end, _PART_SCAN):
-                part = self.data[at : min(at + _PART_SCAN, end)]
+                part = self.read(at, min(_PART_SCAN, end - at))
                 low, high = min(low, int(part.min())), max(high, int(part.max()))
         return IdScan(low, high, whole)
 
@@ -168,7 +192,7 @@ class IndexedFile:
     def _check_bin(self) -> None:
         size, itemsize = os.path.getsize(self.bin_path), self.dtype.itemsize
         n = self.sequences
-        wanted = int(self._pointers[n - 1]) + int(self._lengths[n - 1]) * itemsize if n else 0
+        wanted = int(self.pointers(n - 1, n)[0]) + int(self.lengths(n - 1, n)[0]) * itemsize if n else 0
         if size != wanted:
             raise Refused(
                 f"{self.bin_path} has {size} bytes, {self.idx_path} describes {wanted}: "
@@ -182,6 +206,11 @@ class IndexedFile:
 
     def check_sequences(self, first: int, end: int) -> None:
         """Refused unless the sequences [first, end) lie one behind the other in the .bin, from byte 0 on if `first` is 0."""
+        for at in range(first, end, _SEQUENCES):
+            # each part begins with the last sequence of the one before
+            self._check_part(max(at - 1, first), min(at + _SEQUENCES, end))
+
+    def _check_part(self, first: int, end: int) -> None:
         lengths, pointers = self.lengths(first, end).astype(np.int64), self.pointers(first, end)
         ends = np.cumsum(lengths * self.dtype.itemsize) + (int(pointers[0]) if first else 0)
         begins = ends - lengths * self.dtype.itemsize
@@ -209,6 +238,13 @@ def _check_present(prefix: str) -> None:
     if ending in (".bin", ".idx"):
         raise Refused(f"data path {prefix}: give the prefix without {ending}, the name is completed to .bin and .idx")
     raise Refused(f"data path {prefix}: no file {' and no file '.join(missing)}: make them with tools/preprocess_data.py")
+
+
+def _open(path: str) -> FileIO:
+    try:
+        return FileIO(path)
+    except OSError as e:
+        raise Refused(f"{path} can't be read: {e.strerror}") from None
 
 
 def _map(path: str) -> np.ndarray:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 
 Network = Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], np.ndarray]
-"""(cell, rows, columns, key) -> cell, elementwise."""
+"""(cell, rows, columns, hashed key) -> cell, elementwise."""
 ORDER_VERSION = 1  # changes when the same seed would give another order
 _ROUNDS = 8
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -51,14 +51,15 @@ def unpermute(image: np.ndarray, n: np.ndarray, key: np.ndarray) -> np.ndarray:
 def _walk(cell: np.ndarray, n: np.ndarray, key: np.ndarray, network: Network) -> np.ndarray:
     """`cell` through the network, again and again until it is below n: that cycle walks back as it walks forth."""
     n = n.astype(np.uint64)
-    key = key.astype(np.uint64)
+    key = hash_of(key)
     rows = np.ceil(np.sqrt(n.astype(np.float64))).astype(np.uint64)
     columns = (n + rows - np.uint64(1)) // rows
     result = cell.astype(np.uint64)
     outside = np.arange(len(result))
-    while len(outside):
-        result[outside] = network(result[outside], rows[outside], columns[outside], key[outside])
-        outside = outside[result[outside] >= n[outside]]
+    with np.errstate(over="ignore"):
+        while len(outside):
+            result[outside] = network(result[outside], rows[outside], columns[outside], key[outside])
+            outside = outside[result[outside] >= n[outside]]
     return result.astype(np.int64)
 
 
@@ -66,17 +67,22 @@ def _network(cell: np.ndarray, rows: np.ndarray, columns: np.ndarray, key: np.nd
     row, column = cell // columns, cell % columns
     for i in range(_ROUNDS):
         if i % 2 == 0:
-            row = (row + hash_of(key, column + np.uint64(i << 56)) % rows) % rows
+            row = (row + _round(key, column, i) % rows) % rows
         else:
-            column = (column + hash_of(key, row + np.uint64(i << 56)) % columns) % columns
+            column = (column + _round(key, row, i) % columns) % columns
     return row * columns + column
+
+
+def _round(hashed_key: np.ndarray, half: np.ndarray, i: int) -> np.ndarray:
+    """hash_of(key, half + (i << 56)), of a key that is hashed once for all rounds."""
+    return mix(hashed_key * _GOLDEN + (half + np.uint64(i << 56)) + _GOLDEN)
 
 
 def _network_back(cell: np.ndarray, rows: np.ndarray, columns: np.ndarray, key: np.ndarray) -> np.ndarray:
     row, column = cell // columns, cell % columns
     for i in reversed(range(_ROUNDS)):
         if i % 2 == 0:
-            row = (row + rows - hash_of(key, column + np.uint64(i << 56)) % rows) % rows
+            row = (row + rows - _round(key, column, i) % rows) % rows
         else:
-            column = (column + columns - hash_of(key, row + np.uint64(i << 56)) % columns) % columns
+            column = (column + columns - _round(key, row, i) % columns) % columns
     return row * columns + column

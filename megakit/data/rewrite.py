@@ -150,7 +150,7 @@ def _copy_tokens(part: Part, out: FileIO, dtype: np.dtype, progress: Progress) -
             _copy_bytes(source, first * size, end * size, out, progress)
         return
     for start in range(first, end, _COPIED // 8):
-        ids = part.file.ids(start, min(start + _COPIED // 8, end))
+        ids = part.file.read(start, min(_COPIED // 8, end - start))
         _write_all(out, ids.astype(dtype).view(np.uint8).data)
         progress(ids.nbytes)
 
@@ -268,5 +268,5 @@ def _part_sidecar(part: Part) -> Optional[Sidecar]:
     largest = -1
     first, end = part.span
     for start in range(first, end, _COPIED):
-        largest = max(largest, int(part.file.ids(start, min(start + _COPIED, end)).max()))
+        largest = max(largest, int(part.file.read(start, min(_COPIED, end - start)).max()))
     return replace(whole, documents=part.end - part.first, tokens=end - first, max_token_id=largest)

@@ -71,9 +71,11 @@ class FileSource:
     def pieces(self, sample: int) -> list[Piece]:
         """What the seq_len + 1 tokens of a sample are, in order."""
         start = self._start + sample * self._seq_len
-        numbers, counts = np.unique(self.file.documents_of(start, self._seq_len + 1), return_counts=True)
+        first_document, counts = self.file.pieces(start, self._seq_len + 1)
         out = []
-        for number, count in zip(numbers.tolist(), counts.tolist()):
+        for number, count in enumerate(counts.tolist(), first_document):
+            if not count:
+                continue
             first = self.file.document_start(number)
             out.append(Piece(number, start - first, count, self.file.document_start(number + 1) - first))
             start += count

@@ -13,7 +13,7 @@ from megakit.data.indexed import IndexedFile
 from megakit.data.rewrite import Progress
 from megakit.errors import Refused, StorageFailed
 
-_SEQUENCES = 1 << 22  # at a time
+_DOCUMENTS = 1 << 22  # at a time
 _TOKENS = 1 << 24
 
 
@@ -45,9 +45,7 @@ def verify(
     sidecar = file.sidecar
     if vocab_size is None and sidecar is not None:
         vocab_size = sidecar.vocab_size
-    for start in range(0, file.sequences, _SEQUENCES):
-        # each part begins with the last sequence of the one before
-        file.check_sequences(max(start - 1, 0), min(start + _SEQUENCES, file.sequences))
+    file.check_sequences(0, file.sequences)
     _check_documents(file)
     listed = {} if write_checksums else _read_checksums(prefix)
     hashed = bool(listed) or write_checksums
@@ -72,8 +70,8 @@ def verify(
 
 def _check_documents(file: IndexedFile) -> None:
     before = 0
-    for start in range(0, file.documents + 1, _SEQUENCES):
-        index = file.document_index(start, min(start + _SEQUENCES, file.documents + 1))
+    for start in range(0, file.documents + 1, _DOCUMENTS):
+        index = file.document_index(start, min(start + _DOCUMENTS, file.documents + 1))
         wrong = np.diff(index, prepend=before) < 0
         if wrong.any():
             at = int(np.argmax(wrong))
@@ -88,7 +86,7 @@ def _check_ids(file: IndexedFile, vocab_size: Optional[int], hashed: bool, progr
     """The largest id, and the SHA-256 of the .bin if it is asked for."""
     largest, digest = -1, hashlib.sha256()
     for start in range(0, file.tokens, _TOKENS):
-        ids = file.ids(start, min(start + _TOKENS, file.tokens))
+        ids = file.read(start, min(_TOKENS, file.tokens - start))
         if hashed:
             digest.update(ids.data)
         low, high = int(ids.min()), int(ids.max())
@@ -108,10 +106,11 @@ def _check_ids(file: IndexedFile, vocab_size: Optional[int], hashed: bool, progr
 
 def _check_ends(file: IndexedFile, eod: int) -> None:
     """Every document has tokens, and `eod` is the last of them."""
-    for start in range(0, file.documents, _SEQUENCES):
-        starts = file.document_starts(start, min(start + _SEQUENCES, file.documents) + 1)
+    tokens = file.data if file.tokens else np.zeros(1)
+    for start in range(0, file.documents, _DOCUMENTS):
+        starts = file.document_starts(start, min(start + _DOCUMENTS, file.documents) + 1)
         empty = np.diff(starts) == 0
-        last = np.where(empty, -1, file.data[np.maximum(starts[1:] - 1, 0)].astype(np.int64)) if file.tokens else empty - 1
+        last = np.where(empty, -1, tokens[np.maximum(starts[1:] - 1, 0)].astype(np.int64))
         if (wrong := last != eod).any():
             at = int(np.argmax(wrong))
             what = "has no token" if empty[at] else f"ends with token {last[at]} at {int(starts[at + 1]) - 1}"

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megakit.data import indexed
 from megakit.data.indexed import IndexedFile
 from megakit.errors import Refused
 from tests.data.corpus import write_corpus
@@ -176,23 +175,32 @@ def test_content_hash_tells_corpora_apart(tmp_path: Path) -> None:
     assert IndexedFile(str(tmp_path / "again")).content_hash() in hashes
 
 
-def test_reading_does_not_copy(tmp_path: Path) -> None:
-    write_corpus(tmp_path / "a", [1000])
+def test_reads_that_the_kernel_cuts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = write_corpus(tmp_path / "a", [1000])
     file = IndexedFile(str(tmp_path / "a"))
-    assert np.shares_memory(file.read(10, 20), file.data)
+    whole = os.pread
+    monkeypatch.setattr(os, "pread", lambda fd, size, at: whole(fd, min(size, 7), at))
+    assert file.read(10, 20).tolist() == tokens[10:30].tolist()
+    os.truncate(tmp_path / "a.bin", 50)
+    assert file.read(10, 15).tolist() == tokens[10:25].tolist()
+    with pytest.raises(Refused, match=r"a\.bin became shorter than 52 bytes"):
+        file.read(10, 16)
 
 
-@pytest.mark.parametrize("lengths", [[5, 7, 3], [1, 1, 1, 1], [0, 4, 0, 0, 3, 0], [9, *([1] * 40)], [9]])
-def test_documents_of_tokens(tmp_path: Path, lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("lengths", [[5, 7, 3], [1, 1, 1, 1], [0, 4, 0, 0, 3, 0], [9, *([1] * 40)], [9], [900, *([1] * 40), 30]])
+def test_documents_of_tokens(tmp_path: Path, lengths: list[int]) -> None:
     """Against the document of each token, one by one; documents without a token have none."""
-    monkeypatch.setattr(indexed, "_DOCUMENTS_READ", 3)
     write_corpus(tmp_path / "a", lengths)
     file = IndexedFile(str(tmp_path / "a"))
     expected = np.repeat(np.arange(len(lengths)), lengths)
     n = len(expected)
-    spans = [(0, n), (n - 1, 1)] + [(start, count) for start in range(min(n, 9)) for count in (1, 2, 7) if start + count <= n]
+    starts = [*range(min(n, 9)), max(n - 80, 0)]
+    spans = [(0, n), (n - 1, 1), *((start, count) for start in starts for count in (1, 2, 7, 75) if start + count <= n)]
     for start, count in spans:
-        assert file.documents_of(start, count).tolist() == expected[start : start + count].tolist()
+        mine = expected[start : start + count].tolist()
+        assert file.documents_of(start, count).tolist() == mine
+        first, tokens = file.pieces(start, count)
+        assert (first, first + len(tokens) - 1) == (mine[0], mine[-1]) and tokens.sum() == count
     for start, count in ((-1, 2), (n, 1), (0, n + 1)):
         with pytest.raises(IndexError):
             file.documents_of(start, count)

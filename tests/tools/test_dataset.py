@@ -217,7 +217,8 @@ def test_parts_of_documents_of_several_sequences(tmp_path: Path, capsys: Any) ->
 def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Nine documents that end with 2, read in small steps; only the ends of the index are looked at when it is opened."""
     monkeypatch.setattr(indexed, "_CHECKED_SEQUENCES", 2)
-    monkeypatch.setattr(verify_files, "_SEQUENCES", 2)
+    monkeypatch.setattr(indexed, "_SEQUENCES", 2)
+    monkeypatch.setattr(verify_files, "_DOCUMENTS", 2)
     monkeypatch.setattr(verify_files, "_TOKENS", 16)
     ids = [[3 + (7 * d + i) % 90 for i in range(d + 2)] + [2] for d in range(9)]
     with IndexedWriter(str(tmp_path / "a"), vocab_size=101, tokenizer="t" * 64, eod=2) as out:
