@@ -44,7 +44,7 @@ def make(folder: str) -> None:
     if all(is_made(prefix, tokenizer_path) for prefix in prefixes.values()):
         print(f"{folder}: all is there, nothing to do")
         return
-    from megakit.data.preprocess.job import preprocess
+    from megakit.data.preprocess.job import Options, preprocess
     from megakit.data.train_tokenizer import texts_of, train, write_model
 
     speeches = find_speeches()
@@ -52,14 +52,14 @@ def make(folder: str) -> None:
     parts = {"train": [path for path in speeches if path not in valid], "valid": valid}
     if not os.path.isfile(tokenizer_path):
         started = time.monotonic()
-        write_model(tokenizer_path, train(texts_of(parts["train"], "text", skip_bad=False), VOCAB_SIZE))
+        write_model(tokenizer_path, train(texts_of(parts["train"], ("text",), skip_bad=False), VOCAB_SIZE))
         print(f"{tokenizer_path}: {VOCAB_SIZE:,} pieces from {len(parts['train'])} speeches, {time.monotonic() - started:.1f} s")
     for name, prefix in prefixes.items():
         if is_made(prefix, tokenizer_path):
             continue
         started = time.monotonic()
         cores = len(os.sched_getaffinity(0))
-        counts, _ = preprocess(parts[name], tokenizer_path, prefix, workers=cores, overwrite=True)
+        (counts,) = preprocess(parts[name], tokenizer_path, prefix, Options(workers=cores, overwrite=True)).counts
         print(f"{prefix}: {counts.documents} speeches, {counts.tokens:,} tokens, {time.monotonic() - started:.1f} s")
 
 

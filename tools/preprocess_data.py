@@ -1,9 +1,13 @@
-"""Text to indexed tokens: .jsonl and .txt files to PREFIX.bin, PREFIX.idx (as Megatron-LM writes them) and PREFIX.json.
+"""Text to indexed tokens: PREFIX.bin and PREFIX.idx as Megatron-LM writes them, and PREFIX.json.
 
-    python tools/preprocess_data.py --input corpus.jsonl --tokenizer my.model --output-prefix data/corpus --workers 8
+    python tools/preprocess_data.py --input corpus.jsonl --tokenizer-model my.model --output-prefix data/corpus --workers 8
 
-A .jsonl file has one document a line, in --json-key; a .txt file is one document. Exit code 0: written; 2: refused, with one
-line that says why, and no output; 130 or 143: interrupted, and no output.
+Inputs are files, folders (all below them), globs and URLs. .jsonl, .ndjson and .json files have one document a line, .parquet
+files one a row, in the key or column of --json-keys; .txt, .text, .md and .rst files are one document each. All but Parquet
+may be packed with gzip (.gz) or zstd (.zst).
+
+The same command goes on where it was after it was stopped or killed. Exit code 0: written; 2: refused, with one line that says
+why; 74: no room or no access for the output; 130 or 143: interrupted. Then nothing stands under a final name.
 """
 
 from __future__ import annotations
@@ -13,56 +17,100 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Optional
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Optional
 
-from megakit.errors import Stop
+from megakit.errors import Refused, Stop
 
-_LINE_EVERY_S = 30.0
+if TYPE_CHECKING:
+    from megakit.data.preprocess.job import Summary
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the tool; returns the exit code."""
     args = _parser().parse_args(argv)
-    from megakit.data.preprocess.job import preprocess
-
     started = time.monotonic()
-    total = sum(os.path.getsize(path) for path in args.input if os.path.isfile(path))
     try:
-        with progress_of(total) as progress:
-            counts, sidecar = preprocess(
-                args.input,
-                args.tokenizer,
-                args.output_prefix,
-                json_key=args.json_key,
-                workers=args.workers,
-                append_eod=args.append_eod,
-                skip_bad=args.on_bad_record == "skip",
-                overwrite=args.overwrite,
-                progress=progress,
-            )
+        summary = _run(args)
     except Stop as e:
-        print(f"preprocess_data: {e}", file=sys.stderr)
+        _say(str(e))
         return e.code
     except KeyboardInterrupt:
-        print("preprocess_data: interrupted, nothing is written", file=sys.stderr)
+        _say(_interrupted(args.output_prefix))
         return 128 + signal.SIGINT
-    seconds = time.monotonic() - started
-    print_table(counts)
-    print(
-        f"{args.output_prefix}.bin: {sidecar.tokens:,} {sidecar.dtype} tokens in {sidecar.documents:,} documents; "
-        f"{total / 1e6:,.1f} MB in {seconds:.1f} s, {total / 1e6 / seconds:,.1f} MB/s"
-    )
+    except SystemExit as e:
+        _say(_interrupted(args.output_prefix))
+        return int(e.code or 0)
+    from megakit.data.preprocess.progress import print_summary
+
+    print_summary(summary, time.monotonic() - started)
     return 0
 
 
+def _run(args: argparse.Namespace) -> Summary:
+    from megakit.data.preprocess.job import Options, preprocess
+    from megakit.data.preprocess.progress import shown
+
+    if args.tokenizer_type:
+        _check_tokenizer_type(args.tokenizer_type, args.tokenizer_model)
+    options = Options(
+        keys=tuple(args.json_keys),
+        workers=args.workers,
+        append_eod=args.append_eod,
+        skip_bad=args.skip_bad,
+        overwrite=args.overwrite,
+        limit=args.max_record_mib << 20,
+    )
+    with shown(args.log_interval) as progress:
+        return preprocess(args.input, args.tokenizer_model, args.output_prefix, options, progress, _say)
+
+
+def _check_tokenizer_type(name: str, path: str) -> None:
+    from megakit.data.preprocess.megatron_options import tokenizer_type_problem
+    from megakit.data.tokenizer import load_tokenizer
+
+    problem = tokenizer_type_problem(name, load_tokenizer(path).kind)
+    if problem:
+        raise Refused(problem)
+
+
+def _interrupted(prefix: str) -> str:
+    from megakit.data.preprocess.journal import done_of
+
+    done = done_of(prefix)
+    if done is None:
+        return "interrupted, nothing is written"
+    return f"interrupted; the same command goes on from {done / 1e6:,.1f} MB of input ({prefix}.partial)"
+
+
+def _say(line: str) -> None:
+    print(f"preprocess_data: {line}", file=sys.stderr)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help=".jsonl or .txt files, in this order")
-    parser.add_argument("--tokenizer", required=True, metavar="X.model", help="sentencepiece model")
-    parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="writes PREFIX.bin, PREFIX.idx, PREFIX.json")
-    parser.add_argument("--json-key", default="text", metavar="KEY", help="key of the text in a .jsonl record (default: text)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--input", nargs="+", required=True, metavar="INPUT", help="files, folders, globs or URLs, in this order")
+    parser.add_argument(
+        "--tokenizer-model",
+        required=True,
+        metavar="FILE",
+        help="sentencepiece .model, Hugging Face tokenizer.json, or tiktoken ranks: the file tells which",
+    )
+    parser.add_argument(
+        "--output-prefix",
+        required=True,
+        metavar="PREFIX",
+        help="writes PREFIX.bin, PREFIX.idx, PREFIX.json; PREFIX_KEY.bin and so on for several keys",
+    )
+    parser.add_argument(
+        "--json-keys",
+        nargs="+",
+        default=["text"],
+        metavar="KEY",
+        help="keys or columns of the text, each for its own output (default: text)",
+    )
     parser.add_argument(
         "--workers", type=_positive, default=len(os.sched_getaffinity(0)), metavar="N", help="processes (default: all cores)"
     )
@@ -70,16 +118,43 @@ def _parser() -> argparse.ArgumentParser:
         "--append-eod",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="end every document with the tokenizer's </s> (default: yes)",
+        help="end every document with the tokenizer's end-of-document token (default: yes)",
     )
     parser.add_argument(
-        "--on-bad-record",
-        choices=["fail", "skip"],
-        default="fail",
-        help="a record without a text: stop and name its line, or skip and count it (default: fail)",
+        "--skip-bad", action="store_true", help="skip and count a record without a text (default: stop and name its line)"
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace an output that is there")
+    parser.add_argument(
+        "--max-record-mib",
+        type=_positive,
+        default=64,
+        metavar="N",
+        help="a longer line, file or text is a bad record: bounds memory (default: 64)",
+    )
+    parser.add_argument(
+        "--log-interval", type=_positive, metavar="N", help="a line every N documents (default: every 30 s; on a terminal a bar)"
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace an output that is there, and another command's unfinished one"
+    )
+    parser.add_argument("--tokenizer-type", metavar="NAME", help="not needed; refused if the file is of another kind")
+    _add_megatron_options(parser)
     return parser
+
+
+def _add_megatron_options(parser: argparse.ArgumentParser) -> None:
+    from megakit.data.preprocess.megatron_options import FLAGS, NO_EFFECT, REFUSED
+
+    class NoEffect(argparse.Action):
+        def __call__(self, parser: Any, namespace: Any, values: Any, option: Optional[str] = None) -> None:
+            _say(f"{option} has no effect: {NO_EFFECT[option or '']}")
+
+    class NotHere(argparse.Action):
+        def __call__(self, parser: Any, namespace: Any, values: Any, option: Optional[str] = None) -> None:
+            parser.exit(2, f"preprocess_data: {option} is not an option here: {REFUSED[option or '']}\n")
+
+    for option in (*NO_EFFECT, *REFUSED):
+        action = NoEffect if option in NO_EFFECT else NotHere
+        parser.add_argument(option, nargs=0 if option in FLAGS else None, action=action, help=argparse.SUPPRESS)
 
 
 def _positive(text: str) -> int:
@@ -91,44 +166,6 @@ def _positive(text: str) -> int:
 
 def _raise_exit(number: int, frame: Any) -> None:
     raise SystemExit(128 + number)
-
-
-@contextmanager
-def progress_of(total: int) -> Iterator[Callable[[int], None]]:
-    """A bar with MB/s on a terminal, a line every 30 s elsewhere, both on stderr; gives the function to tell bytes to."""
-    if sys.stderr.isatty():
-        from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
-
-        columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task("", total=total)
-            yield lambda size: bar.advance(task, size)
-        return
-    started = shown = time.monotonic()
-    done = 0
-
-    def tell(size: int) -> None:
-        nonlocal done, shown
-        done += size
-        now = time.monotonic()
-        if now - shown >= _LINE_EVERY_S:
-            shown = now
-            rate = done / 1e6 / (now - started)
-            print(f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB, {rate:.1f} MB/s", file=sys.stderr, flush=True)
-
-    yield tell
-
-
-def print_table(counts: Any) -> None:
-    """What became of every record, on stdout; the rows add up to the records read."""
-    from megakit.data.preprocess.records import REASONS
-
-    rows = [("documents", counts.documents, "")]
-    rows += [(reason, counts.reasons[reason], meaning) for reason, meaning in REASONS.items()]
-    rows.append(("records read", counts.records, "lines of .jsonl files, and .txt files"))
-    for name, count, meaning in rows:
-        print(f"{name:<13}{count:>15,}  {meaning}".rstrip())
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     started = time.monotonic()
     try:
         check_new(path, args.overwrite)
-        texts = texts_of(args.input, args.json_key, skip_bad=args.on_bad_record == "skip")
+        texts = texts_of(args.input, tuple(args.json_keys), args.skip_bad)
         model = train(texts, args.vocab_size, max_lines=args.max_lines, character_coverage=args.character_coverage)
         write_model(path, model)
     except Stop as e:
@@ -39,9 +39,19 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help=".jsonl or .txt files")
-    parser.add_argument("--json-key", "--jsonl-key", default="text", metavar="KEY", help="key of the text in a .jsonl record")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="INPUT",
+        help="files, folders, globs or URLs, as preprocess_data.py takes them",
+    )
+    parser.add_argument(
+        "--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys of the text in a JSONL record, or Parquet columns"
+    )
     parser.add_argument(
         "--vocab-size", type=int, required=True, metavar="N", help="pieces, the 3 control and 256 byte pieces included"
     )
@@ -57,10 +67,7 @@ def _parser() -> argparse.ArgumentParser:
         help="share of the text's characters that get a piece of their own; the rest is bytes (default: 0.99995)",
     )
     parser.add_argument(
-        "--on-bad-record",
-        choices=["fail", "skip"],
-        default="fail",
-        help="a record without a text: stop and name its line, or skip it (default: fail)",
+        "--skip-bad", action="store_true", help="go on at a record without a text (default: stop and name its line)"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an output that is there")
     return parser

@@ -8,29 +8,33 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Optional
 
+from megakit.data.preprocess.blocks import plan_blocks, where
+from megakit.data.preprocess.inputs import find_inputs
 from megakit.data.preprocess.job import bad_record
-from megakit.data.preprocess.records import BAD, check_inputs, plan_blocks, read_block, text_of
+from megakit.data.preprocess.records import BAD, DEFAULT_LIMIT, text_of
+from megakit.data.preprocess.worker import BadRecord
 from megakit.errors import Refused, StorageFailed
 
 _SAMPLE_SEED = 0
 _LONGEST_LINE = 1 << 30  # bytes; sentencepiece silently leaves out longer ones, by default those over 4,192
 
 
-def texts_of(inputs: Sequence[str], json_key: str, skip_bad: bool) -> Iterator[str]:
-    """The text of every document of .jsonl and .txt files, in order. Refused for a bad record unless `skip_bad`."""
-    check_inputs(inputs)
-    lines, path = 0, ""
-    for block in plan_blocks(inputs):
-        if block.paths[0] != path:
-            lines, path = 0, block.paths[0]
+def texts_of(inputs: Sequence[str], keys: tuple[str, ...], skip_bad: bool) -> Iterator[str]:
+    """The text of every document of `inputs` (inputs.py), in order. Refused for a bad record unless `skip_bad`."""
+    sources = find_inputs(inputs).sources
+    before, source = 0, 0
+    for block in plan_blocks(sources, keys):
+        if block.source != source:
+            before, source = 0, block.source
         number = -1
-        for number, raw in enumerate(read_block(block)):
-            text, reason = text_of(raw, json_key if block.lines else None)
-            if reason in BAD and not skip_bad:
-                raise Refused(bad_record(block, (number, reason), lines, json_key))
-            if not reason:
-                yield text
-        lines += number + 1
+        for number, record in enumerate(block.work.records(keys, DEFAULT_LIMIT)):
+            for key in keys:
+                text, reason = text_of(record, key)
+                if reason in BAD and not skip_bad:
+                    raise Refused(bad_record(where(sources, block, number, before), BadRecord(number, key, reason)))
+                if not reason:
+                    yield text
+        before += number + 1
 
 
 def train(

@@ -131,7 +131,7 @@ class IndexedWriter:
                 os.fsync(f.fileno())
             write_index(self._aside["idx"], self.dtype, LengthsFile(self._aside["lengths"]))
         except OSError as e:
-            raise StorageFailed(f"writing {self.prefix}: {e.strerror}; nothing was kept") from e
+            raise StorageFailed(f"writing {self.prefix}: {e.strerror}") from e
         return sidecar
 
     def publish(self) -> None:
@@ -156,7 +156,7 @@ class IndexedWriter:
             while len(view):
                 view = view[file.write(view) :]
         except OSError as e:
-            raise StorageFailed(f"writing {self.prefix}: {e.strerror}; nothing was kept") from e
+            raise StorageFailed(f"writing {self.prefix}: {e.strerror}") from e
 
 
 class LengthsFile:

@@ -19,7 +19,7 @@ from tools import dataset
 from tools.demo_data import find_speeches, make
 
 PAGE = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
-TIMES = re.compile(r"in [\d.]+ s, [\d.]+ MB/s")
+TIMES = re.compile(r"in [\d.]+ s, [\d.]+ MB/s|encoder: .*")
 
 
 def test_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,21 +68,21 @@ def test_texts_of_files(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one\ntwo")
     (tmp_path / "b.jsonl").write_text('{"t": "three"}\n\n{"t": ""}\n{"u": 1}\n')
     paths = [str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl")]
-    assert list(texts_of(paths, "t", skip_bad=True)) == ["one\ntwo", "three"]
+    assert list(texts_of(paths, ("t",), skip_bad=True)) == ["one\ntwo", "three"]
     with pytest.raises(Refused, match=r'b\.jsonl line 4: no such key "t"'):
-        list(texts_of(paths, "t", skip_bad=False))
+        list(texts_of(paths, ("t",), skip_bad=False))
     # also through sentencepiece, which reads the texts in its own code
     with pytest.raises(Refused, match=r'^\S*b\.jsonl line 4: no such key "t"'):
-        train(texts_of(paths, "t", skip_bad=False), 300)
+        train(texts_of(paths, ("t",), skip_bad=False), 300)
 
 
 def test_line_numbers_over_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = train_tokenizer.plan_blocks
-    monkeypatch.setattr(train_tokenizer, "plan_blocks", lambda paths: plan(paths, 50))
+    monkeypatch.setattr(train_tokenizer, "plan_blocks", lambda sources, keys: plan(sources, keys, block_bytes=50))
     for name in ("a", "b"):
         (tmp_path / f"{name}.jsonl").write_text('{"text": "x"}\n' * 30 + ("{" if name == "b" else ""))
     with pytest.raises(Refused, match=r"b\.jsonl line 31: not a JSON object"):
-        list(texts_of([str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")], "text", skip_bad=False))
+        list(texts_of([str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")], ("text",), skip_bad=False))
 
 
 def test_model_file_is_written_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

