@@ -6,10 +6,13 @@ from megakit.errors import Refused
 from model_zoo.family import Family
 from model_zoo.gpt2 import GPT2
 from model_zoo.llama import LLAMA
+from model_zoo.mistral import MISTRAL
+from model_zoo.qwen2 import QWEN2
+from model_zoo.qwen3 import QWEN3
 
 __all__ = ["FAMILIES", "Family", "family"]
 
-FAMILIES: dict[str, Family] = {f.name: f for f in (LLAMA, GPT2)}
+FAMILIES: dict[str, Family] = {f.name: f for f in (LLAMA, MISTRAL, QWEN2, QWEN3, GPT2)}
 """By the name that model.family and Hugging Face's model_type have."""
 
 

@@ -105,9 +105,11 @@ class Family:
             at += n
         return Mapped(shape, tuple(parts))
 
-    def config_json(self, model: ModelConfig, dtype: str, bos: int | None, eos: int | None, pad: int | None) -> dict[str, Any]:
-        """The content of config.json; `dtype` as torch names it. Ids that the tokenizer lacks are null, for
-        transformers' defaults are those of other tokenizers.
+    def config_json(
+        self, model: ModelConfig, dtype: str, bos: int | None, eos: int | list[int] | None, pad: int | None
+    ) -> dict[str, Any]:
+        """The content of config.json; `dtype` as torch names it. `eos` may be several ids, each of which ends a text. Ids that
+        the tokenizer lacks are null, for transformers' defaults are those of other tokenizers.
 
         Raises Refused listing the fields of the model that the family can't state.
         """
@@ -138,7 +140,7 @@ def _split_rows(model: ModelConfig, module: str, rows: int, parts: int) -> list[
 def differences(theirs: dict[str, Any], model: ModelConfig) -> list[tuple[str, Any, Any]]:
     """(field, in `theirs`, in `model`) of each model field that differs and matters to the shapes or the meaning of
     the weights. A rotary model has no table of positions: its max_position_embeddings doesn't. A field that `theirs`
-    lacks, since it is of an older version, had its default's meaning."""
+    lacks, since it is of an older version, had its default's meaning. kv_channels counts as what it comes to."""
     out = []
     for f in fields(ModelConfig):
         unused = f.name == "max_position_embeddings" and model.position_embedding == "rope"
@@ -146,10 +148,17 @@ def differences(theirs: dict[str, Any], model: ModelConfig) -> list[tuple[str, A
         if f.name in NO_BEARING or unused or their == MISSING:
             continue
         ours = getattr(model, f.name)
+        if f.name == "kv_channels" and (their is None or ours is None) and _width(theirs) == head_dim(model):
+            continue
         numbers = isinstance(ours, float) and their is not None
         if not (math.isclose(their, ours, rel_tol=1e-9) if numbers else their == ours):
             out.append((f.name, their, ours))
     return out
+
+
+def _width(theirs: dict[str, Any]) -> int:
+    """Of a head."""
+    return theirs.get("kv_channels") or theirs["hidden_size"] // theirs["num_attention_heads"]
 
 
 def need(config: dict[str, Any], wanted: dict[str, Any], architecture: str) -> None:

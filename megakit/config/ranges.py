@@ -161,7 +161,7 @@ def asked_backend(ops: OpsConfig, operator: str) -> str:
 
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "model.family": ("llama", "gpt2"),
+    "model.family": ("llama", "mistral", "qwen2", "qwen3", "gpt2"),
     "model.normalization": ("rmsnorm", "layernorm"),
     "model.activation": ("swiglu", "gelu", "gelu_tanh"),
     "model.position_embedding": ("rope", "learned"),

@@ -17,7 +17,7 @@ class ModelConfig:
     """The decoder. A family (model_zoo/) is one set of these values and a map of Hugging Face names."""
 
     family: str = MISSING
-    """llama | gpt2: which Hugging Face name map reads and writes the weights."""
+    """llama | mistral | qwen2 | qwen3 | gpt2: which Hugging Face name map reads and writes the weights."""
     num_layers: int = MISSING
     """Transformer layers."""
     hidden_size: int = MISSING

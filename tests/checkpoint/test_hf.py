@@ -287,7 +287,7 @@ def test_another_model_than_the_recipe(tmp_path):
         open_weights(tmp_path / "nowhere")
     config = json.loads((tmp_path / "in" / "config.json").read_text())
     (tmp_path / "in" / "config.json").write_text(json.dumps({**config, "model_type": "mamba"}))
-    with pytest.raises(Refused, match="model_type = mamba, megakit reads llama and gpt2"):
+    with pytest.raises(Refused, match="model_type = mamba, megakit reads llama, mistral, qwen2, qwen3 and gpt2"):
         open_weights(tmp_path / "in")
 
 

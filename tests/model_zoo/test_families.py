@@ -8,7 +8,9 @@ import sys
 from dataclasses import replace
 
 import pytest
+from transformers import AutoConfig
 
+from megakit.config.ranges import CHOICES
 from megakit.config.schema import ModelConfig
 from megakit.errors import Refused
 from model_zoo import FAMILIES, family
@@ -51,8 +53,8 @@ def test_no_torch():
 
 
 def test_families():
-    assert set(FAMILIES) == {"llama", "gpt2"} and family("gpt2").name == "gpt2"
-    with pytest.raises(Refused, match="there is no model family bert: use llama or gpt2"):
+    assert set(FAMILIES) == set(CHOICES["model.family"]) and family("gpt2").name == "gpt2"
+    with pytest.raises(Refused, match="there is no model family bert: use llama or mistral or qwen2 or qwen3 or gpt2"):
         family("bert")
 
 
@@ -151,10 +153,10 @@ def test_a_resumed_model_has_the_scaling_of_its_checkpoint():
         ({"rope_parameters": {"rope_type": "foo"}}, "rope_parameters of type foo"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
         ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}}, "rope_theta twice, as 10000.0 and 500000.0"),
-        ({"attention_bias": True}, "attention_bias = True"),
-        ({"mlp_bias": True}, "mlp_bias = True"),
+        ({"attention_bias": True}, "attention_bias = True and mlp_bias = False, megakit's LlamaForCausalLM has biases on all"),
+        ({"mlp_bias": True}, "attention_bias = False and mlp_bias = True"),
         ({"hidden_act": "gelu"}, "hidden_act = gelu"),
-        ({"head_dim": 64}, "head_dim = 64, megakit's LlamaForCausalLM has 128 only"),
+        ({"head_dim": "64"}, "model.kv_channels = '64', which is no Optional[int]"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"vocab_size": None}, "config.json has no vocab_size"),
         ({"rms_norm_eps": "1e-5"}, "model.norm_epsilon = '1e-5', which is no float"),
@@ -167,6 +169,88 @@ def test_llama_refusals(change, said):
     with pytest.raises(Refused) as caught:
         family("llama").from_hf({**LLAMA2_7B, **change})
     assert said in str(caught.value)
+
+
+QWEN3_8B = {
+    "model_type": "qwen3",
+    "attention_bias": False,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 36,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"attention_bias": True}, "attention_bias = True, megakit's Qwen3ForCausalLM has False only"),
+        ({"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 30},
+         "a sliding window on 6 of 36 layers (max_window_layers = 30), megakit's Qwen3ForCausalLM has it on all layers or none"),
+        ({"use_sliding_window": True, "sliding_window": 4096, "layer_types": ["sliding_attention"] + ["full_attention"] * 35},
+         "a sliding window on 1 of 36 layers"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "rope_scaling of type dynamic"),
+        ({"hidden_act": "gelu"}, "hidden_act = gelu"),
+        ({"num_hidden_layers": None, "use_sliding_window": True, "sliding_window": 4096}, "config.json has no num_hidden_layers"),
+        ({"model_type": "qwen3_moe"}, "model_type = qwen3_moe, model.family is qwen3"),
+    ],
+)  # fmt: skip
+def test_qwen_refusals(change, said):
+    with pytest.raises(Refused) as caught:
+        family("qwen3").from_hf({**QWEN3_8B, **change})
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "fields"),
+    [
+        ("qwen3", {}, {"kv_channels": None, "qk_layernorm": True, "window_size": None, "add_qkv_bias": False}),
+        ("qwen3", {"head_dim": None, "num_attention_heads": 64}, {"kv_channels": 128}),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 64}, {"window_size": None}),  # from layer 36 on: on none
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0}, {"window_size": 64}),
+        ("qwen2", {}, {"add_qkv_bias": True, "qk_layernorm": False, "window_size": None, "kv_channels": None}),
+        ("qwen2", {"sliding_window": 131072}, {"window_size": None}),  # as published ones have it, unused
+        ("qwen2", {"head_dim": 64}, {"kv_channels": 64}),
+        ("mistral", {}, {"window_size": None, "add_qkv_bias": False}),
+        ("mistral", {"sliding_window": 4096}, {"window_size": 4096}),
+        ("llama", {"head_dim": 64}, {"kv_channels": 64}),
+        ("llama", {"attention_bias": True, "mlp_bias": True}, {"add_bias_linear": True}),
+    ],
+)
+def test_what_the_families_read_and_write(name, change, fields):
+    given = {**QWEN3_8B, "model_type": name, **change}
+    model = family(name).from_hf(given)
+    assert {f: getattr(model, f) for f in fields} == fields
+    written = family(name).config_json(model, "bfloat16", 1, [2, 3], None)
+    assert family(name).from_hf(written) == model and written["eos_token_id"] == [2, 3]
+    absent = {k: v for k, v in QWEN3_8B.items() if k not in ("max_position_embeddings", "sliding_window", "head_dim")}
+    read = family(name).from_hf({**absent, "model_type": name})
+    theirs = AutoConfig.for_model(**{k: v for k, v in absent.items() if k != "model_type"}, model_type=name)
+    assert read.max_position_embeddings == theirs.max_position_embeddings
+    assert read.window_size == (theirs.sliding_window if name == "mistral" else None)
+
+
+@pytest.mark.parametrize("kv_channels", [None, 16])
+def test_the_width_of_a_head_counts_as_what_it_comes_to(kv_channels):
+    model = llama().model  # 64 / 4 or 8 heads
+    width = model.hidden_size // model.num_attention_heads
+    theirs = {**vars(model), "kv_channels": width if kv_channels is None else None}
+    assert differences(theirs, replace(model, kv_channels=None if kv_channels is None else width)) == []
+    assert differences(theirs, replace(model, kv_channels=width + 2))[0][0] == "kv_channels"
+    del theirs["kv_channels"]  # of an older version
+    assert differences(theirs, replace(model, kv_channels=width)) == []
 
 
 @pytest.mark.parametrize(
@@ -198,7 +282,13 @@ def test_activations():
         (llama(normalization="layernorm").model, "model.normalization = layernorm, LlamaForCausalLM means rmsnorm"),
         (llama(position_embedding="learned").model, "model.position_embedding = learned"),
         (llama(activation="gelu").model, "model.activation = gelu"),
-        (llama(add_bias_linear=True).model, "model.add_bias_linear = True"),
+        (llama(add_qkv_bias=True).model, "model.add_qkv_bias = True, LlamaForCausalLM means False"),
+        (llama(qk_layernorm=True).model, "model.qk_layernorm = True, LlamaForCausalLM means False"),
+        (llama(window_size=5).model, "model.window_size = 5, LlamaForCausalLM means None"),
+        (llama(family="qwen2").model, "model.add_qkv_bias = False, Qwen2ForCausalLM means True"),
+        (llama(family="qwen3").model, "model.qk_layernorm = False, Qwen3ForCausalLM means True"),
+        (llama(family="mistral", add_bias_linear=True).model, "model.add_bias_linear = True, MistralForCausalLM means False"),
+        (gpt2(kv_channels=6).model, "model.kv_channels = 6, GPT2LMHeadModel means None"),
         (gpt2(num_query_groups=1).model, "model.num_query_groups = 1, GPT2LMHeadModel means 5"),
         (gpt2(add_bias_linear=False).model, "model.add_bias_linear = False"),
         (gpt2(position_embedding="rope").model, "model.position_embedding = rope"),
