@@ -103,8 +103,8 @@ def in_slurm_step(env: Mapping[str, str]) -> bool:
 
 
 def restart_count(env: Mapping[str, str]) -> int:
-    """How often torchrun and Slurm together have started this job before."""
-    return _int(env, "TORCHELASTIC_RESTART_COUNT", 0) + _int(env, "SLURM_RESTART_COUNT", 0)
+    """How often torchrun, Slurm and megakit.queue together have started this job before."""
+    return sum(_int(env, f"{by}_RESTART_COUNT", 0) for by in ("TORCHELASTIC", "SLURM", "MEGAKIT"))
 
 
 def tasks_per_node(text: str) -> list[int]:

@@ -98,6 +98,11 @@ def test_one_rank_runs_in_this_process(machine, capfd, monkeypatch):
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
     assert launch(recipe(), target=TARGETS + "says_where") == 0
     assert capfd.readouterr().out == "single 1 1 17 2\n"
+    monkeypatch.delenv("SLURM_JOB_ID")
+    monkeypatch.delenv("SLURM_RESTART_COUNT")
+    monkeypatch.setenv("MEGAKIT_RESTART_COUNT", "3")
+    assert launch(recipe(), target=TARGETS + "says_where") == 0
+    assert capfd.readouterr().out == "single 1 1 None 3\n"
 
 
 def test_how_one_rank_fails(machine, capsys, monkeypatch):

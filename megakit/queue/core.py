@@ -1,0 +1,331 @@
+"""The queue itself: what is asked of it, what its machines tell, and what follows. No sockets and no processes here."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from megakit.errors import Refused
+from megakit.launch.run_folder import check_name
+from megakit.queue import outcome, schedule
+from megakit.queue.agent import KILL, LOG, RUN, STOP, has_gpus
+from megakit.queue.outcome import CANCELLED, QUEUED, RUNNING
+from megakit.queue.store import Job, MachineRow, Store
+from megakit.queue.wire import Peer
+
+SILENT_S = 30.0
+"""Without a word from its agent, a machine is taken to be away."""
+RESTART_DELAY_S = 10.0
+"""After the first failure; twice as long after each further one, at most ten minutes."""
+MAX_RESTART_DELAY_S = 600.0
+_USER = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,31}"
+
+
+class Queue:
+    """Jobs, machines and quotas. Each public method is one transaction."""
+
+    def __init__(self, store: Store, say: Callable[[str], None], restart_delay_s: float = RESTART_DELAY_S):
+        self._store, self._say, self._restart_delay_s = store, say, restart_delay_s
+        self._heard: dict[str, float] = {}
+        self._reasons: dict[int, str] = {}
+        self._claims: dict[int, str] = {}
+
+    def handle(self, request: Mapping[str, Any], peer: Peer) -> Any:
+        """Answer a request. Raises Refused."""
+        asked = {
+            "submit": self._submit,
+            "list": self._list,
+            "show": self._show,
+            "cancel": self._cancel,
+            "machines": self._machines,
+            "quotas": self._quotas,
+            "quota": self._set_quota,
+            "forget": self._forget,
+            "exchange": self._exchange,
+        }.get(str(request.get("do")))
+        if asked is None:
+            raise Refused(f"{request.get('do')!r} is nothing this server knows: use the same version of megakit for both")
+        with self._store.transaction():
+            try:
+                return asked(request, peer)
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                raise Refused(f"{request.get('do')}: the request is malformed: {error!r}") from error
+
+    def exchange(self, report: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """Hear a machine's agent; what it must do now."""
+        with self._store.transaction():
+            self._hear(report)
+            self._decide()
+            return self._orders(report["name"])
+
+    # requests
+
+    def _submit(self, request: Mapping[str, Any], peer: Peer) -> dict[str, Any]:
+        columns = _checked(request["job"])
+        columns["account"] = peer.account
+        user = columns["user"] = columns["user"] or peer.account
+        if user != peer.account and not peer.is_owner:
+            raise Refused(f"--user = {user}, but you are {peer.account}: only the account that serves may name another")
+        gpus, machines = columns["gpus"], self._store.machines()
+        largest = max((len(m.devices) for m in machines.values()), default=0)
+        needs = f"the job needs {schedule.counted(gpus)}"
+        if gpus > largest:
+            raise Refused(
+                f"{needs}, the largest machine has {largest}: a job runs on one machine: make its grid smaller, or use Slurm"
+            )
+        quotas = self._store.quotas()
+        quota = quotas.get(user, quotas.get(schedule.EVERYBODY))
+        if quota is not None and gpus > quota:
+            raise Refused(f"{needs}, the quota of {user} is {quota}: make its grid smaller, or have the quota raised")
+        run_dir = columns["run_dir"]
+        for other in self._store.active():
+            if run_dir is not None and other.run_dir == run_dir:
+                raise Refused(f"run.dir = {run_dir} is that of job {other.id}, which is {other.state}: cancel it, or use another")
+        job = self._store.add({**columns, "run_dir": run_dir or "", "checkpoints": "", "submitted": time.time()})
+        run_dir = run_dir or os.path.join(columns["cwd"], "runs", f"{columns['name']}-q{job}")
+        self._store.change(job, run_dir=run_dir, checkpoints=columns["checkpoints"] or os.path.join(run_dir, "checkpoints"))
+        self._event(job, "submitted", f"by {user}: {schedule.counted(gpus)}, priority {columns['priority']}, {run_dir}")
+        return {"id": job, "run_dir": run_dir}
+
+    def _list(self, request: Mapping[str, Any], peer: Peer) -> list[dict[str, Any]]:
+        return [self._described(job) for job in self._store.jobs()]
+
+    def _show(self, request: Mapping[str, Any], peer: Peer) -> dict[str, Any]:
+        job = self._store.job(int(request["id"]))
+        return {**self._described(job), "events": self._store.events(job.id)}
+
+    def _cancel(self, request: Mapping[str, Any], peer: Peer) -> str:
+        job, now = self._store.job(int(request["id"])), bool(request.get("now"))
+        if job.account != peer.account and not peer.is_owner:
+            raise Refused(f"job {job.id} was submitted by {job.account}, you are {peer.account}: only they can cancel it")
+        if job.state == QUEUED:
+            self._end(job, CANCELLED, f"cancelled by {peer.account} while it waited")
+            return "cancelled"
+        if job.state != RUNNING:
+            raise Refused(f"job {job.id} is {job.state} already")
+        asked = outcome.KILL if now or job.asked == outcome.KILL else outcome.CANCEL
+        self._store.change(job.id, asked=asked)
+        self._event(job.id, "cancel", f"by {peer.account}: " + ("killed" if now else "asked to save and stop"))
+        return "killed" if now else f"asked to save and stop; killed after {job.grace_s:g} s"
+
+    def _machines(self, request: Mapping[str, Any], peer: Peer) -> list[dict[str, Any]]:
+        jobs = self._store.jobs(RUNNING)
+        return [
+            {
+                "name": m.name,
+                "gpus": len(m.devices),
+                "free": len(_free(m, jobs)),
+                "has_gpus": has_gpus(m.devices),
+                "up": self._is_up(m.name),
+                "jobs": [j.id for j in jobs if j.machine == m.name],
+            }
+            for m in self._store.machines().values()
+        ]
+
+    def _quotas(self, request: Mapping[str, Any], peer: Peer) -> list[dict[str, Any]]:
+        held: dict[str, int] = dict.fromkeys(self._store.quotas(), 0)
+        for job in self._store.jobs(RUNNING):
+            held[job.user] = held.get(job.user, 0) + job.gpus
+        quotas = self._store.quotas()
+        return [
+            {"user": u, "quota": quotas.get(u, quotas.get(schedule.EVERYBODY)), "held": h if u != schedule.EVERYBODY else None}
+            for u, h in sorted(held.items())
+        ]
+
+    def _set_quota(self, request: Mapping[str, Any], peer: Peer) -> None:
+        _owner_only(peer, "quotas are set")
+        for user, gpus in request["quotas"].items():
+            if user != schedule.EVERYBODY and not re.fullmatch(_USER, user):
+                raise Refused(f"{user!r} is not a user's name: use letters, digits, '.', '_' and '-', or * for everybody else")
+            self._store.set_quota(user, None if gpus is None else _whole(gpus, f"the quota of {user}", 0))
+
+    def _forget(self, request: Mapping[str, Any], peer: Peer) -> list[int]:
+        """A machine is gone for good: its jobs wait again."""
+        _owner_only(peer, "machines are forgotten")
+        name = request["name"]
+        if name not in self._store.machines():
+            raise Refused(f"there is no machine {name}: there are {', '.join(self._store.machines()) or 'none'}")
+        if self._is_up(name):
+            raise Refused(f"the agent of {name} answers: stop it first, and wait {SILENT_S:g} s")
+        lost = [j for j in self._store.jobs(RUNNING) if j.machine == name]
+        for job in lost:
+            self._requeue(job, f"{name} was given up")
+        self._store.forget_machine(name)
+        return [j.id for j in lost]
+
+    def _exchange(self, request: Mapping[str, Any], peer: Peer) -> dict[str, dict[str, Any]]:
+        _owner_only(peer, "machines are served")
+        self._hear(request["report"])
+        self._decide()
+        return self._orders(request["report"]["name"])
+
+    # what follows
+
+    def _hear(self, report: Mapping[str, Any]) -> None:
+        """Take in what an agent reports: who it is, what ended, how far the others are."""
+        row = MachineRow(report["name"], report["host"], list(report["devices"]))
+        known = self._store.machines().get(row.name)
+        if known and known.host != row.host and self._is_up(row.name):
+            raise Refused(f"{row.host} calls itself {row.name}, but so does {known.host}: give it another --name")
+        if known != row:
+            check_name(row.name)
+            self._store.set_machine(row)
+            self._say(f"machine {row.name}: {len(row.devices)} {'GPUs' if has_gpus(row.devices) else 'CPU slots'}")
+        self._heard[row.name] = time.monotonic()
+        for job in self._store.jobs(RUNNING):
+            seen = report["attempts"].get(_attempt(job)) if job.machine == row.name else None
+            if seen is None:
+                continue
+            found = {key: job.__dict__[key] if seen[key] is None else seen[key] for key in ("step", "loss", "checkpoint")}
+            if any(job.__dict__[key] != value for key, value in found.items()):
+                self._store.change(job.id, **found)
+                job.__dict__.update(found)
+            if seen["end"] is not None:
+                self._ended(job, **seen["end"])
+
+    def _ended(self, job: Job, code: int | None, line: str) -> None:
+        progressed = (job.checkpoint or 0) > (job.checkpoint_at_start or 0)
+        result = outcome.after(outcome.End(code, job.asked, progressed, line), job.failures, job.max_restarts)
+        if result.state != QUEUED:
+            self._end(job, result.state, result.note, code=code, failures=result.failures)
+            return
+        delay = 0.0
+        if result.is_failure:
+            delay = min(MAX_RESTART_DELAY_S, self._restart_delay_s * 2 ** (result.failures - 1))
+        self._requeue(job, result.note, code=code, failures=result.failures, not_before=time.time() + delay)
+
+    def _decide(self) -> None:
+        """Start and stop what the schedule says."""
+        jobs, now, machines = self._store.active(), time.time(), self._store.machines()
+        running = [j for j in jobs if j.state == RUNNING]
+        ready = [j for j in jobs if j.state == QUEUED and j.not_before <= now]
+        decision = schedule.decide(
+            [schedule.Waiting(j.id, j.user, j.priority, j.gpus, self._claims.get(j.id)) for j in ready],
+            [
+                schedule.Running(j.id, j.user, j.priority, j.gpus, j.machine or "", j.started or 0.0, j.asked is not None)
+                for j in running
+            ],
+            [schedule.Machine(m.name, len(m.devices), self._is_up(m.name)) for m in machines.values()],
+            self._store.quotas(),
+        )
+        self._claims, self._reasons = decision.claims, decision.reasons
+        by_id = {j.id: j for j in jobs}
+        for number in decision.stops:
+            self._store.change(number, asked=outcome.PREEMPT)
+            self._event(number, "preempted", "asked to save and stop for a job of higher priority")
+        for number, machine in decision.starts:
+            self._begin(by_id[number], machines[machine], running)
+
+    def _begin(self, job: Job, machine: MachineRow, running: list[Job]) -> None:
+        job.devices = _free(machine, running)[: job.gpus]
+        job.machine, job.attempt = machine.name, job.attempt + 1
+        running.append(job)
+        self._store.change(
+            job.id,
+            state=RUNNING,
+            asked=None,
+            machine=job.machine,
+            devices=job.devices,
+            attempt=job.attempt,
+            started=time.time(),
+            ended=None,
+            code=None,
+            note="",
+            checkpoint_at_start=job.checkpoint,
+        )
+        at = f", from the checkpoint of step {job.checkpoint}" if job.checkpoint else ""
+        self._event(job.id, "started", f"attempt {job.attempt} on {machine.name}, {','.join(job.devices)}{at}")
+
+    def _orders(self, machine: str) -> dict[str, dict[str, Any]]:
+        """Every attempt that the machine should have, by its name."""
+        wants = {None: RUN, outcome.KILL: KILL}
+        given = ("config", "python", "cwd", "umask", "env", "run_dir", "checkpoints", "devices", "grace_s")
+        return {
+            _attempt(job): {"want": wants.get(job.asked, STOP), **{key: job.__dict__[key] for key in given}}
+            for job in self._store.jobs(RUNNING)
+            if job.machine == machine
+        }
+
+    def _end(self, job: Job, state: str, note: str, **columns: Any) -> None:
+        self._store.change(job.id, state=state, asked=None, devices=[], ended=time.time(), note=note, **columns)
+        self._event(job.id, state, note or f"after attempt {job.attempt}")
+
+    def _requeue(self, job: Job, note: str, **columns: Any) -> None:
+        self._store.change(job.id, state=QUEUED, asked=None, devices=[], ended=time.time(), note=note, **columns)
+        self._event(job.id, "queued again", note)
+
+    def _event(self, job: int, kind: str, text: str) -> None:
+        self._store.event(job, kind, text)
+        self._say(f"job {job} {kind}: {text}")
+
+    def _is_up(self, machine: str) -> bool:
+        return time.monotonic() - self._heard.get(machine, -SILENT_S) < SILENT_S
+
+    def _described(self, job: Job) -> dict[str, Any]:
+        """For people and programs: a job without its configuration and environment, and why it waits."""
+        shown = {k: v for k, v in job.__dict__.items() if k not in ("config", "env", "python", "umask")}
+        why = job.note
+        if job.state == QUEUED:
+            left = job.not_before - time.time()
+            why = f"starts again in {left:.0f} s: {job.note}" if left > 0 else self._reasons.get(job.id, "will be looked at next")
+        elif job.state == RUNNING and not self._is_up(job.machine or ""):
+            why = f"the agent of {job.machine} has not been heard of for {SILENT_S:g} s"
+        return {**shown, "why": why, "log": os.path.join(job.run_dir, LOG)}
+
+
+def _attempt(job: Job) -> str:
+    return f"{job.id}.{job.attempt}"
+
+
+def _free(machine: MachineRow, running: list[Job]) -> list[str]:
+    used = {device for job in running if job.machine == machine.name for device in job.devices}
+    return [d for d in machine.devices if d not in used]
+
+
+def _owner_only(peer: Peer, what: str) -> None:
+    if not peer.is_owner:
+        raise Refused(f"{what} by the account that serves, you are {peer.account}")
+
+
+def _checked(job: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns of a new job, from whoever could connect: nothing of another kind or size than a job has."""
+    text = {key: _text(job[key], key) for key in ("name", "config", "python", "cwd")}
+    check_name(text["name"])
+    out: dict[str, Any] = dict(text)
+    for key in ("python", "cwd", "run_dir", "checkpoints"):
+        path = job[key]
+        if path is not None and not (os.path.isabs(_text(path, key)) and path.isprintable() and "${" not in path):
+            raise Refused(f"{key} = {path!r} is not an absolute path in plain characters: use another")
+        out[key] = path
+    out["user"] = job["user"]
+    if out["user"] is not None and not re.fullmatch(_USER, _text(out["user"], "user")):
+        raise Refused(f"--user = {out['user']!r} is not a user's name: use letters, digits, '.', '_' and '-'")
+    out["env"] = {_text(k, "env"): _text(v, "env") for k, v in job["env"].items()}
+    for name in out["env"]:
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise Refused(f"--env {name!r} is not the name of a variable: use letters, digits and '_'")
+    for key, least, most in (
+        ("gpus", 1, 4096),
+        ("priority", -1000, 1000),
+        ("max_restarts", 0, 1000),
+        ("steps", 0, 2**40),
+        ("umask", 0, 0o777),
+        ("grace_s", 0, 86400),
+    ):
+        out[key] = _whole(job[key], f"--{key.replace('_', '-')}", least, most)
+    return out
+
+
+def _text(value: Any, key: str) -> str:
+    if not isinstance(value, str) or len(value) > 1 << 20 or "\0" in value:
+        raise Refused(f"{key} is not text, or is too long")
+    return value
+
+
+def _whole(value: Any, what: str, least: int, most: int = 1 << 20) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise Refused(f"{what} = {value!r} is not a whole number from {least} to {most}")
+    return value

@@ -1,0 +1,89 @@
+"""Run one attempt of a job, in a process of its own, and write down how it ended.
+
+It is in another session than the agent that started it: it, and with it the job, goes on when the agent ends in any way, and
+the exit code is in ended.json when nobody was there to see it. Nothing here but the standard library: it starts in a moment.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from megakit.queue.process import identity, kill_session
+
+ORDER, LOCK, STARTED, ENDED = "order.json", "lock", "started.json", "ended.json"
+EXIT_TAKEN = 11
+"""Of a runner that found another one at work."""
+EXIT_NO_COMMAND = 127
+
+
+def run(folder: Path) -> int:
+    """The attempt of FOLDER/order.json, with this process's environment, unless it was begun before."""
+    lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return EXIT_TAKEN
+    if (folder / STARTED).exists() or (folder / ENDED).exists():
+        return EXIT_TAKEN
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, lambda *_: None)  # not SIG_IGN, which the job would inherit
+    order = json.loads((folder / ORDER).read_text())
+    try:
+        os.chdir(order["cwd"])
+        os.umask(order["umask"])
+        os.makedirs(Path(order["log"]).parent, exist_ok=True)
+        log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        os.umask(0o077)
+    except OSError as error:
+        write(folder / ENDED, {"code": EXIT_NO_COMMAND, "line": f"it can't be started: {error}"})
+        return 0
+    os.write(log, f"{order['title']}, {time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode())
+    gate, opened = os.pipe()
+    job = os.fork()
+    if job == 0:
+        _become(order, log, gate, opened)
+    write(folder / STARTED, {"runner": identity(os.getpid()), "job": identity(job)})
+    os.write(opened, b"\n")  # if this is never reached the job ends before it begins: none runs that isn't written down
+    os.waitid(os.P_PID, job, os.WEXITED | os.WNOWAIT)
+    kill_session(job)  # what it left, so that its GPUs are free when its end is known; its pid is not free before the next line
+    code = os.waitstatus_to_exitcode(os.waitpid(job, 0)[1])
+    write(folder / ENDED, {"code": code})
+    return 0
+
+
+def _become(order: dict[str, Any], log: int, gate: int, opened: int) -> None:
+    """In the forked child: wait until it is written down, then turn into the job. Does not return."""
+    try:
+        os.setsid()
+        os.umask(order["umask"])
+        os.close(opened)
+        if os.read(gate, 1):
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            os.execvp(order["command"][0], order["command"])
+    except OSError as error:
+        os.write(log, f"{order['command'][0]}: {error.strerror}\n".encode())
+    finally:
+        os._exit(EXIT_NO_COMMAND)
+
+
+def write(path: Path, what: dict[str, Any]) -> None:
+    """A JSON file that is there whole or not at all."""
+    aside = path.with_suffix(".tmp")
+    with open(aside, "w") as file:
+        json.dump(what, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
+
+
+def main() -> None:
+    sys.exit(run(Path(sys.argv[-1])))
