@@ -65,6 +65,8 @@ class Agent:
         self._folder.mkdir(mode=0o700, exist_ok=True)
         self._runners: dict[str, subprocess.Popen[bytes]] = {}
         self._asked_at: dict[str, float] = {}
+        for half in self._folder.glob(".*"):
+            shutil.rmtree(half, ignore_errors=True)
         for attempt in self._attempts():
             there = self._order(attempt)["machine"]
             if there != name:
@@ -93,6 +95,10 @@ class Agent:
         for attempt, order in orders.items():
             if not (self._folder / attempt).exists():
                 self._accept(attempt, order)
+
+    def _aside(self, attempt: str) -> Path:
+        """Where it is while it is made or removed, so that a crash leaves no half of it under its name."""
+        return self._folder / f".{attempt}"
 
     def _attempts(self) -> list[str]:
         return sorted(p.name for p in self._folder.iterdir() if re.fullmatch(r"\d+\.\d+", p.name))
@@ -125,7 +131,9 @@ class Agent:
     def _remove(self, attempt: str) -> None:
         self._runners.pop(attempt, None)
         self._asked_at.pop(attempt, None)
-        shutil.rmtree(self._folder / attempt)
+        shutil.rmtree(aside := self._aside(attempt), ignore_errors=True)
+        os.replace(self._folder / attempt, aside)
+        shutil.rmtree(aside)
 
     def _stop(self, attempt: str, job: str, want: str, grace_s: float) -> None:
         now = time.monotonic()
@@ -138,7 +146,7 @@ class Agent:
 
     def _accept(self, attempt: str, order: dict[str, Any]) -> None:
         """Write an order down, whole, and start it."""
-        aside, final = self._folder / f".{attempt}", self._folder / attempt
+        aside, final = self._aside(attempt), self._folder / attempt
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(mode=0o700)
         command = [order["python"], "-m", "megakit.pretrain", "--config-file", str(final / CONFIG), f"run.dir={order['run_dir']}"]
