@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megakit.config.derived import head_dim
 from megakit.config.schema import Config
+from megakit.modeling.cache import LayerCache
 from megakit.modeling.norm import Norm
 from megakit.ops import fp8, te
 from megakit.ops.backends import CSRC, TE, suits
@@ -48,13 +49,18 @@ class Attention(nn.Module):
             self.library = te.attention(self.heads, self.groups, self.head_dim, self.dropout, self.window)
 
     def forward(
-        self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor] | None, seed: int, documents_SB: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        rope: tuple[torch.Tensor, torch.Tensor] | None,
+        seed: int,
+        documents_SB: torch.Tensor | None = None,
+        cache: LayerCache | None = None,
     ) -> torch.Tensor:
         qkv = column_linear(x, self.qkv_weight, self.qkv_bias, self.region, self.qkv_narrow)
         if self.recompute_core and torch.is_grad_enabled():
             y = checkpoint(self.core, qkv, rope, seed, documents_SB, use_reentrant=False, preserve_rng_state=False)
         else:
-            y = self.core(qkv, rope, seed, documents_SB)
+            y = self.core(qkv, rope, seed, documents_SB, cache)
         return row_linear(y, self.out_weight, self.out_bias, self.region, self.out_narrow)
 
     def core(
@@ -63,8 +69,9 @@ class Attention(nn.Module):
         rope: tuple[torch.Tensor, torch.Tensor] | None,
         seed: int,
         documents_SB: torch.Tensor | None,
+        cache: LayerCache | None = None,
     ) -> torch.Tensor:
-        """[S, B, (N + 2G) D] -> [S, B, N * D]"""
+        """[S, B, (N + 2G) D] -> [S, B, N * D]; with a cache, which the tokens are put into, on one rank and without gradients."""
         q, k, v = self.heads_of(qkv, rope)
         p = self.dropout if self.training else 0.0
         comm = self.region.comm
@@ -74,7 +81,11 @@ class Attention(nn.Module):
             return self.library(q, k, v)
         q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
         window = self.window if self.window is not None and self.window < q.shape[2] * comm.size("cp") else None
-        if comm.size("cp") > 1 or documents_SB is not None or window is not None:
+        if cache is not None:
+            k, v = cache.append(k, v)
+            seen, causal = cache.whole.seen, cache.whole.causal
+            y = F.scaled_dot_product_attention(q, k, v, seen, is_causal=causal, enable_gqa=self.groups != self.heads)
+        elif comm.size("cp") > 1 or documents_SB is not None or window is not None:
             y = context_attention(q, k, v, Exchange(comm, self.cp_comm_type, documents_SB, p, seed, window))
         else:
             if p:  # the heads of each tensor-parallel rank are others

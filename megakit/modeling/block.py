@@ -13,6 +13,7 @@ from torch import nn
 
 from megakit.config.schema import Config
 from megakit.modeling.attention import Attention
+from megakit.modeling.cache import LayerCache
 from megakit.modeling.mlp import MLP
 from megakit.modeling.norm import AddNorm
 from megakit.ops.backends import CSRC, suits
@@ -42,9 +43,10 @@ class Block(nn.Module):
         seed: int,
         documents_SB: torch.Tensor | None = None,
         residual: torch.Tensor | None = None,
+        cache: LayerCache | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         y, x = self.attention_norm(x, residual)
-        y = self.attention(y, rope, mix(seed, self.index, SITES["attention"]), documents_SB)
+        y = self.attention(y, rope, mix(seed, self.index, SITES["attention"]), documents_SB, cache)
         p = self.dropout if self.training else 0.0
         y, x = self.mlp_norm(hidden_dropout(y, p, mix(seed, self.index, SITES["attention_out"]), self.region), x)
         return hidden_dropout(self.mlp(y), p, mix(seed, self.index, SITES["mlp_out"]), self.region), x

@@ -49,9 +49,12 @@ class Embedding(nn.Module):
         self.word = params["embedding.word.weight"]
         self.position = params["embedding.position.weight"] if cfg.model.position_embedding == "learned" else None
 
-    def forward(self, tokens_SB: torch.Tensor, seed: int) -> torch.Tensor:
+    def forward(self, tokens_SB: torch.Tensor, seed: int, positions_SB: torch.Tensor | None = None) -> torch.Tensor:
+        """positions [S, B or 1], where the tokens don't begin at 0 and follow each other."""
         x = embedding(tokens_SB, self.word, self.region)
-        if self.position is not None:
+        if self.position is not None and positions_SB is not None:
+            x = x + F.embedding(positions_SB, self.position)
+        elif self.position is not None:
             lo = self.region.comm.index("tp") * x.shape[0] if self.region.sequence_parallel else 0
             here = slice(lo, lo + x.shape[0])
             if self.region.comm.size("cp") > 1:

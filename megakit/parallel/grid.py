@@ -158,3 +158,11 @@ class ParallelState:
     def index(self, axis: str) -> int:
         """This rank's place in the group of that name."""
         return self.coord[axis] if axis in self.coord else self.grid.index(self.rank, axis)
+
+
+class OneProcess(ParallelState):
+    """The only rank of a grid of one. There are no process groups, and nothing needs to be initialised."""
+
+    def __init__(self, device: torch.device):
+        self.grid, self.device, self.rank, self.groups = Grid(), device, 0, {}
+        self.coord = self.grid.coords(0)

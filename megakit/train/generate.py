@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 import torch
 
+from megakit.inference.sampling import Sampling, sample
 from megakit.train.engine import Engine
 
-TEMPERATURE = 0.8
+HOW = Sampling(temperature=0.8)
 
 
 def generate(engine: Engine, prompt: list[int], count: int, end: int | None, seed: int) -> Iterator[int]:
@@ -25,7 +26,7 @@ def generate(engine: Engine, prompt: list[int], count: int, end: int | None, see
         padded = torch.zeros(length, dtype=torch.int64)
         padded[: len(context)] = torch.tensor(context)
         logits = engine.logits(padded, len(context) - 1).cpu()
-        token = int(torch.multinomial((logits / TEMPERATURE).softmax(-1), 1, generator=generator))
+        (token,) = sample(logits[None], HOW, [generator])
         if token == end:
             return
         tokens.append(token)

@@ -65,6 +65,11 @@ class Tokenizer(ABC):
         """Whether `encode_batch` is faster than the library's own calls."""
         return False
 
+    @property
+    def begins_with_bos(self) -> bool:
+        """Whether the file itself asks for bos in front of each text, as `encode` leaves it out."""
+        return False
+
     @abstractmethod
     def _encode(self, text: str) -> list[int]: ...
 

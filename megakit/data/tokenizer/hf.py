@@ -70,6 +70,10 @@ class HuggingFaceTokenizer(Tokenizer):
             raise Refused(f"the files beside {path} name {role}_token {name!r}, which it doesn't hold: correct one of them")
         return self._vocab[name]
 
+    @property
+    def begins_with_bos(self) -> bool:
+        return self.bos is not None and self.tokenizer.encode("", add_special_tokens=True).ids[:1] == [self.bos]
+
     def _encode(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
 
