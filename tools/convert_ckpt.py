@@ -110,6 +110,10 @@ def _source(args: argparse.Namespace) -> WeightsSource:
         raise Refused(f"--from {args.kind}, but {args.source} is of {kind}: leave --from out, or give the right folder")
     if args.vocab_size is not None and kind != "megatron":
         raise Refused(f"--vocab-size {args.vocab_size} is for a SRC of Megatron-LM, {args.source} is of {kind}: leave it out")
+    if kind == "megatron":
+        from megakit.checkpoint.megatron import open_megatron
+
+        return open_megatron(args.source, args.vocab_size, args.tokenizer)
     return open_weights(args.source)
 
 

@@ -11,7 +11,7 @@ import torch
 
 from megakit.checkpoint.lazy import LazyTensor, cat, lazy
 from megakit.checkpoint.safetensors_files import DTYPES, read_header
-from megakit.checkpoint.torch_files import contiguous, load_lazy
+from megakit.checkpoint.torch_files import as_tensor, load_lazy
 from megakit.config.schema import ModelConfig
 from megakit.errors import Refused
 from model_zoo import FAMILIES, Family, family
@@ -83,7 +83,7 @@ def _read_pickle(path: Path) -> dict[str, LazyTensor]:
     state = load_lazy(path)
     if not isinstance(state, dict):
         raise Refused(f"{path} holds no dictionary of tensors")
-    return {name: contiguous(value, f"{path}: {name}") for name, value in state.items()}
+    return {name: as_tensor(value, f"{path}: {name}") for name, value in state.items()}
 
 
 def _with_prefix(its: Family, stored: dict[str, LazyTensor]) -> dict[str, LazyTensor]:

@@ -74,10 +74,8 @@ class _Storage(NamedTuple):
     key: str
 
 
-class _Strided(NamedTuple):
-    """A tensor that is not contiguous, which nobody may need."""
-
-    where: str
+class _Strided:
+    """A tensor that is neither contiguous, nor some columns of such a one, nor the transpose of those. Nobody may need it."""
 
 
 def read_pickle(file: BinaryIO) -> Any:
@@ -107,10 +105,10 @@ def load_lazy(path: Path, start: int = 0, length: int | None = None) -> Any:
         raise Refused(f"{path} can't be read: {error.strerror}") from None
 
 
-def contiguous(value: Any, name: str) -> LazyTensor:
-    """A tensor of what `load_lazy` gave. Raises Refused if it is none, or one that is not contiguous."""
+def as_tensor(value: Any, name: str) -> LazyTensor:
+    """A tensor of what `load_lazy` gave. Raises Refused if it is none, or has strides that aren't read."""
     if isinstance(value, _Strided):
-        raise Refused(f"{value.where}: {name} is not stored contiguously: save it again after .contiguous()")
+        raise Refused(f"{name} is stored with odd strides: save it again after .contiguous()")
     if not isinstance(value, LazyTensor):
         raise Refused(f"{name} is no tensor but {type(value).__name__}")
     return value
@@ -178,6 +176,17 @@ class _Unpickler(pickle.Unpickler):
         for n in reversed(size):
             steps.append(step)
             step *= n
-        if any(n > 1 and a != b for n, a, b in zip(size, stride, reversed(steps), strict=True)):
-            return _Strided(str(self._path))
-        return lazy(Stored(self._path, self._records[storage.key] + offset * dtype.itemsize, dtype, tuple(size)))
+        if all(n == 1 or a == b for n, a, b in zip(size, stride, reversed(steps), strict=True)):
+            return lazy(self._stored(storage, offset, dtype, tuple(size)))
+        if len(size) != 2 or 1 not in stride or 0 in stride:
+            return _Strided()
+        if stride[1] != 1:
+            turned = self._tensor(storage, offset, size[::-1], stride[::-1], dtype)
+            return turned.t() if isinstance(turned, LazyTensor) else turned
+        column = offset % stride[0]
+        if column + size[1] > stride[0]:
+            return _Strided()
+        return lazy(self._stored(storage, offset - column, dtype, (size[0], stride[0]))).narrow(1, column, size[1])
+
+    def _stored(self, storage: _Storage, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Stored:
+        return Stored(self._path, self._records[storage.key] + offset * dtype.itemsize, dtype, shape)

@@ -31,6 +31,8 @@ from model_zoo.family import differences
 
 KIND = "weights"
 """Of the manifest of a folder of weights; that of a training step has no kind."""
+MASTER = "master."
+"""Before the names of the weights in a training step."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """What weights can be written in."""
 
@@ -104,7 +106,7 @@ def kind_of(path: Path) -> str:
         return "megakit"
     if (path / hf.CONFIG).exists() or any(path.glob("*.safetensors")):
         return "hf"
-    marks = ("latest_checkpointed_iteration.txt", "common.pt", "mp_rank_*")
+    marks = ("latest_checkpointed_iteration.txt", "common.pt", ".metadata", "mp_rank_*")
     if any(any(path.glob(mark)) for mark in marks):
         return "megatron"
     if steps := folders(path):
@@ -147,7 +149,8 @@ def _of_manifest(path: Path, manifest: dict[str, Any]) -> WeightsSource:
         model, tensors, came = _model(manifest["model"]), _stored(path, manifest), side_files.found(path)
         tokenizer = path / record["path"] if record else None
         return WeightsSource("megakit", path, model, tensors, tokenizer, record, manifest["ids"], came, manifest)
-    model, tensors = _model(manifest["config"]["model"]), lazy_tensors(path, "master.")
+    masters = lazy_tensors(path, lambda name: name.startswith(MASTER))
+    model, tensors = _model(manifest["config"]["model"]), {n.removeprefix(MASTER): t for n, t in masters.items()}
     tokenizer = Path(record["path"]) if record and record["path"] else None
     return WeightsSource("megakit", path, model, tensors, tokenizer, record, manifest=manifest)
 

@@ -32,6 +32,7 @@ def llama(
     tie: bool = False,
     dtype: torch.dtype = torch.float32,
     rope: dict[str, Any] | None = None,
+    layers: int = 2,
     **fields: Any,
 ) -> tuple[PreTrainedModel, Config]:
     """`rope` is a block of rope_parameters, `fields` the same as our model's fields."""
@@ -39,7 +40,7 @@ def llama(
         num_attention_heads=heads,
         num_query_groups=kv,
         hidden_size=8 * heads,
-        num_layers=2,
+        num_layers=layers,
         tie_embeddings=tie,
         norm_epsilon=1e-6,
         **fields,
@@ -48,7 +49,7 @@ def llama(
         vocab_size=101,
         hidden_size=8 * heads,
         intermediate_size=176,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv,
         max_position_embeddings=32,
@@ -59,9 +60,10 @@ def llama(
     return randomised(LlamaForCausalLM(config), dtype), cfg
 
 
-def gpt2(tie: bool = True, dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, Config]:
-    cfg = layouts.gpt2(tie_embeddings=tie, hidden_size=40, ffn_hidden_size=160, num_attention_heads=4, num_query_groups=4)
-    config = GPT2Config(vocab_size=101, n_positions=34, n_embd=40, n_layer=3, n_head=4, tie_word_embeddings=tie, **IDS)
+def gpt2(tie: bool = True, dtype: torch.dtype = torch.float32, layers: int = 3) -> tuple[PreTrainedModel, Config]:
+    sizes = {"num_layers": layers, "tie_embeddings": tie}
+    cfg = layouts.gpt2(**sizes, hidden_size=40, ffn_hidden_size=160, num_attention_heads=4, num_query_groups=4)
+    config = GPT2Config(vocab_size=101, n_positions=34, n_embd=40, n_layer=layers, n_head=4, tie_word_embeddings=tie, **IDS)
     return randomised(GPT2LMHeadModel(config), dtype), cfg
 
 

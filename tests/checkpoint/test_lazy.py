@@ -136,6 +136,9 @@ def test_torch_files(tmp_path, capfd):
         "base": base,
         "rows": base[2:4],
         "turned": base.t(),
+        "columns": base[1:, 1:4],
+        "both": base[:, 2:].t()[1:],
+        "repeated": base[0].expand(3, 5),
         "parameter": torch.nn.Parameter(torch.ones(3)),
         "plain": [1, "two", None, {3.0: (4,)}],
         "dtype": torch.bfloat16,
@@ -145,9 +148,9 @@ def test_torch_files(tmp_path, capfd):
     }
     torch.save(content, tmp_path / "file")
     read = load_lazy(tmp_path / "file")
-    for name in ("base", "rows", "parameter"):
+    for name in ("base", "rows", "parameter", "turned", "columns", "both"):
         assert torch.equal(read[name].read(), content[name]), name
-    assert not isinstance(read["turned"], LazyTensor)
+    assert not isinstance(read["repeated"], LazyTensor)
     assert read["plain"] == content["plain"] and read["dtype"] is torch.bfloat16 and read["size"] == (6, 5)
     assert isinstance(read["call"], Inert) and read["call"].given == ("ran",) and capfd.readouterr().out == ""
     (tmp_path / "none").write_bytes(b"no file of torch")
