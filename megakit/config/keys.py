@@ -128,7 +128,8 @@ def type_name(hint: Any) -> str:
         (item,) = typing.get_args(hint)
         return "a list of " + ("text" if item is str else type_name(item).removeprefix("a ") + "s")
     if typing.get_origin(hint) is dict:
-        return f"a map of patterns to {type_name(typing.get_args(hint)[1]).removeprefix('a ')}s"
+        item = typing.get_args(hint)[1]
+        return "a map of names to text" if item is str else f"a map of patterns to {type_name(item).removeprefix('a ')}s"
     names = [type_name(o) if typing.get_origin(o) else _TYPE_NAMES[o] for o in options(hint)]
     return " or ".join(names)
 

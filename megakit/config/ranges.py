@@ -130,6 +130,9 @@ RANGES: dict[str, Range] = {
     "launch.threads_per_rank": COUNT,
     "launch.slurm.cpus_per_task": COUNT,
     "launch.slurm.signal_lead_s": NOT_NEGATIVE,
+    "submit.max_attempts": COUNT,
+    "submit.sweep_parallel": COUNT,
+    "submit.chain": Range(1, 1000),
     "cluster.nodes": COUNT,
     "cluster.gpus_per_node": COUNT,
     "cluster.gpu_memory_gib": POSITIVE,
@@ -181,6 +184,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "log.console": ("auto", "bar", "lines", "off"),
     "log.wandb": ("disabled", "offline", "online"),
     "launch.device": ("auto", "cuda", "cpu"),
+    "submit.template": ("srun", "torchrun"),
+    "submit.chain": ("auto",),
+    "submit.container.runtime": ("pyxis", "apptainer"),
     "ops.backend": ("auto", "torch", "csrc", "te", "apex"),
     **{f"ops.{name}": words for name, words in OPERATORS.items()},
     "ops.fp8": ("torch", "te", "torchao"),
@@ -228,18 +234,26 @@ FREE_TEXT = {
     "log.wandb_project",
     "launch.slurm.partition",
     "launch.slurm.account",
+    "launch.slurm.qos",
+    "launch.slurm.constraint",
     "launch.slurm.time_limit",
     "launch.slurm.extra",
+    "submit.sweep",
+    "submit.python",
+    "submit.modules",
+    "submit.setup",
+    "submit.container.image",
+    "submit.container.mounts",
     "cluster.name",
+    "cluster.env",
     "run.name",
     "run.dir",
 }
 """Text keys whose values are not a list of words."""
 
-MAY_BE_EMPTY = {"train.generate_prompt"}
+MAY_BE_EMPTY = {"train.generate_prompt", "cluster.env"}
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-_SLURM_TIME = re.compile(r"\d+-\d+(:\d+){0,2}|\d+(:\d+){1,2}|UNLIMITED|INFINITE")
 
 
 def check_each(cfg: Config) -> None:
@@ -253,11 +267,6 @@ def check_each(cfg: Config) -> None:
             f"run.name = {cfg.run.name} must be up to 100 letters, digits, '.', '_' and '-', since it names a folder and a job:"
             " put folders into run.dir"
         )
-    if not _SLURM_TIME.fullmatch(limit := cfg.launch.slurm.time_limit):
-        raise Refused(f"launch.slurm.time_limit = {limit} must be like 24:00:00 or 2-12:00:00, hours and minutes")
-    for option in cfg.launch.slurm.extra:
-        if not option.startswith("--"):
-            raise Refused(f"launch.slurm.extra has {show(option)}: write each option as --name=value")
 
 
 def _entries(value: Any) -> list[tuple[str, Any]]:
@@ -287,4 +296,4 @@ def _check(name: str, value: Any, place: str = "") -> None:
 
 
 def _listed(name: str, words: tuple[str, ...]) -> str:
-    return " | ".join(words) + (" | the number of a step" if name in RANGES else "")
+    return " | ".join(words) + (" | a number" if name in RANGES else "")

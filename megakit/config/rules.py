@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import fields
 
-from megakit.config import ops_rules, optim_rules
+from megakit.config import job_rules, ops_rules, optim_rules
 from megakit.config.batch import BatchSize
 from megakit.config.cures import Broken, Change, broken_alone, tried
 from megakit.config.derived import head_dim
@@ -41,6 +41,7 @@ def _check(cfg: Config) -> None:
     _check_length(cfg)
     optim_rules.check(cfg)
     ops_rules.check(cfg)
+    job_rules.check(cfg)
     _check_schedule(cfg)
     _check_recompute(cfg)
     _check_precision(cfg)

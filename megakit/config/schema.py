@@ -282,12 +282,16 @@ class LogConfig:
 
 @dataclass
 class SlurmConfig:
-    """What `tools/slurm/render_sbatch.py` writes into the job script."""
+    """What the job asks of Slurm, in the script that python -m megakit.submit writes."""
 
     partition: Optional[str] = None
     """Partition; null: the cluster's default."""
     account: Optional[str] = None
     """Account to charge; null: the user's default."""
+    qos: Optional[str] = None
+    """Quality of service; null: the user's default."""
+    constraint: Optional[str] = None
+    """Features that the nodes must have, as sbatch --constraint takes them: "h100&ib"; null: none."""
     time_limit: str = "24:00:00"
     """Wall time, as sbatch takes it."""
     cpus_per_task: int = 8
@@ -295,7 +299,7 @@ class SlurmConfig:
     signal_lead_s: int = 300
     """Seconds before the time limit at which the job is told to save and leave."""
     requeue: bool = True
-    """Submit the job again after exit code 75."""
+    """Queue the job again after exit code 75, and after a failure (submit.max_attempts)."""
     extra: List[str] = field(default_factory=list)
     """Further #SBATCH options, each as --name=value."""
 
@@ -311,6 +315,43 @@ class LaunchConfig:
     threads_per_rank: Optional[int] = None
     """CPU threads of each rank; null: the cores of the machine divided by its ranks."""
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
+
+
+@dataclass
+class ContainerConfig:
+    """The image in which the job script starts the ranks."""
+
+    image: Optional[str] = None
+    """Image, as the runtime names it: nvcr.io#nvidia/pytorch:25.09-py3 or a .sqsh, .sif file; null: no container."""
+    runtime: str = "pyxis"
+    """pyxis (srun --container-image, by enroot) | apptainer (apptainer exec --nv)."""
+    mounts: List[str] = field(default_factory=list)
+    """Folders as SOURCE:TARGET or SOURCE:TARGET:FLAGS; the folder of submission is always mounted, at its own path."""
+
+
+@dataclass
+class SubmitConfig:
+    """What python -m megakit.submit makes of a recipe; what the job asks of Slurm is in launch.slurm."""
+
+    render_only: bool = False
+    """Print the job script, and submit nothing."""
+    template: str = "srun"
+    """Who starts the ranks: srun (each of them) | torchrun (one per node, which restarts its ranks in place)."""
+    max_attempts: int = 3
+    """Failures from the same newest checkpoint after which the job is not queued again, and ends with exit code 4."""
+    sweep: List[str] = field(default_factory=list)
+    """Entries KEY=V1,V2,...: an array with one task, and one run folder, for each combination of them."""
+    sweep_parallel: Optional[int] = None
+    """Tasks of the sweep that may run at the same time; null: all."""
+    chain: Union[int, str] = 1
+    """With launch.slurm.requeue=false, jobs in a row, each going on where the last one stopped: a number | auto (planned)."""
+    python: Optional[str] = None
+    """Interpreter of the ranks; null: the one that submits, in a container `python`."""
+    modules: List[str] = field(default_factory=list)
+    """Modules to load."""
+    setup: List[str] = field(default_factory=list)
+    """Lines of bash that the job script runs before the ranks start, as they are."""
+    container: ContainerConfig = field(default_factory=ContainerConfig)
 
 
 @dataclass
@@ -337,6 +378,8 @@ class ClusterConfig:
     """Network bandwidth of a node per GPU, GB/s in each direction."""
     gpu_hour_price: Optional[float] = None
     """Price of a GPU-hour, in any currency: the plan says what the run costs; null: it doesn't."""
+    env: Optional[Dict[str, str]] = None
+    """Environment variables of every rank, as {NCCL_IB_HCA: mlx5}; what is already set where the ranks start wins."""
 
 
 @dataclass
@@ -396,6 +439,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
+    submit: SubmitConfig = field(default_factory=SubmitConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     ops: OpsConfig = field(default_factory=OpsConfig)
     run: RunConfig = field(default_factory=RunConfig)

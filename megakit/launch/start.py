@@ -71,8 +71,8 @@ def local_world(cfg: Config, gpus: int, argv: Sequence[str] = ()) -> int:
         nodes = math.ceil(need / per_node)
         where = f"{nodes} nodes of {per_node} GPUs" if nodes > 1 else f"one node of {per_node} GPUs"
         dp = f"dp {need // ranks} x pp {cfg.parallel.pp} x tp {cfg.parallel.tp}"
-        known = cluster_world(cfg) is not None  # else render_sbatch would refuse it
-        script = f" (python -m tools.slurm.render_sbatch {shlex.join(argv)} writes the job script)" if argv and known else ""
+        known = cluster_world(cfg) is not None  # else submit would refuse it
+        script = f" (python -m megakit.submit {shlex.join(argv)} submits it to Slurm)" if argv and known else ""
         cpu = "" if known else " run it here with launch.device=cpu,"
         raise Refused(
             f"this recipe needs {need} GPUs ({dp}), this machine has {gpus}: start it with srun or torchrun on {where}{script},"

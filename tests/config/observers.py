@@ -224,9 +224,22 @@ def streams(cfg: Config, place: Place) -> Any:
 
 
 def job_script(cfg: Config, place: Place) -> Any:
-    from tools.slurm.render_sbatch import render
+    from megakit.submit.script import render
 
     return render(cfg, [])
+
+
+def submitted(cfg: Config, place: Place) -> Any:
+    """What is printed, and what sbatch is given, in a folder with one that takes everything."""
+    from megakit.config.arguments import Arguments
+    from megakit.submit.__main__ import submit
+
+    given, said = [], io.StringIO()
+    with place.patch.context() as patch, contextlib.redirect_stdout(said):
+        patch.setattr("megakit.submit.slurm._sbatch", lambda script, *options: given.append(options) or str(len(given)))
+        patch.setattr("shutil.which", lambda name: name)
+        submit(cfg, Arguments())
+    return given, said.getvalue()
 
 
 def ranks_here(cfg: Config, place: Place) -> Any:

@@ -76,6 +76,7 @@ FILES = {"data.mock": False, "data.path": ["{a}"]}
 TEXT = {"data.mock": False, "data.path": ["{told}"], "data.tokenizer": "{tokenizer}", "model.vocab_size": 400}
 SPEAKS = {**RUN, **TEXT, "train.generate_tokens": 3, "train.generate_prompt": "the"}
 CLUSTER = {"cluster.nodes": 1, "cluster.gpus_per_node": 2}
+IMAGE = {**CLUSTER, "submit.container.image": "image.sqsh"}
 FP16 = {"train.precision": "fp16"}
 
 PROOFS: dict[str, Changes | Refuses | Permits] = {
@@ -196,11 +197,25 @@ PROOFS: dict[str, Changes | Refuses | Permits] = {
     "launch.threads_per_rank": Changes(7, see.process),
     "launch.slurm.partition": Changes("big", see.job_script, CLUSTER),
     "launch.slurm.account": Changes("us", see.job_script, CLUSTER),
+    "launch.slurm.qos": Changes("high", see.job_script, CLUSTER),
+    "launch.slurm.constraint": Changes("h100&ib", see.job_script, CLUSTER),
     "launch.slurm.time_limit": Changes("1:00:00", see.job_script, CLUSTER),
     "launch.slurm.cpus_per_task": Changes(4, see.job_script, CLUSTER),
     "launch.slurm.signal_lead_s": Changes(60, see.job_script, CLUSTER),
     "launch.slurm.requeue": Changes(False, see.job_script, CLUSTER),
     "launch.slurm.extra": Changes(["--exclusive"], see.job_script, CLUSTER),
+    "submit.render_only": Changes(True, see.submitted, CLUSTER),
+    "submit.template": Changes("torchrun", see.job_script, CLUSTER),
+    "submit.max_attempts": Changes(5, see.job_script, CLUSTER),
+    "submit.sweep": Changes(["optim.lr=1e-4,2e-4"], see.job_script, CLUSTER),
+    "submit.sweep_parallel": Changes(1, see.job_script, {**CLUSTER, "submit.sweep": ["optim.lr=1e-4,2e-4"]}),
+    "submit.chain": Changes(3, see.submitted, {**CLUSTER, "launch.slurm.requeue": False}),
+    "submit.python": Changes("python3", see.job_script, CLUSTER),
+    "submit.modules": Changes(["cuda"], see.job_script, CLUSTER),
+    "submit.setup": Changes(["ulimit -c 0"], see.job_script, CLUSTER),
+    "submit.container.image": Changes("image.sqsh", see.job_script, CLUSTER),
+    "submit.container.runtime": Changes("apptainer", see.job_script, IMAGE),
+    "submit.container.mounts": Changes(["/data:/data:ro"], see.job_script, IMAGE),
     "cluster.name": Changes("other", see.plan),
     "cluster.nodes": Changes(1, see.job_script, {"cluster.gpus_per_node": 1, "cluster.nodes": 2}),
     "cluster.gpus_per_node": Changes(2, see.job_script, {"cluster.gpus_per_node": 1}),
@@ -211,6 +226,7 @@ PROOFS: dict[str, Changes | Refuses | Permits] = {
     "cluster.nvlink_gb_s": Changes(1, see.plan),
     "cluster.network_gb_s": Changes(1, see.plan),
     "cluster.gpu_hour_price": Changes(2.0, see.plan, {"cluster.name": "h100"}),
+    "cluster.env": Changes({"NCCL_DEBUG": "INFO"}, see.job_script, CLUSTER),
     "ops.backend": Changes("csrc", see.operators),
     "ops.norm": Changes("csrc", see.operators),
     "ops.rope": Changes("csrc", see.operators),

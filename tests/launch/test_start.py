@@ -68,14 +68,14 @@ def test_a_recipe_for_more_gpus_than_there_are():
         local_world(recipe(name="llama7b"), 0, ["+recipe=llama7b"])
     assert str(refused.value) == (
         "this recipe needs 32 GPUs (dp 32 x pp 1 x tp 1), this machine has 0: start it with srun or torchrun on 4 nodes of 8 GPUs"
-        " (python -m tools.slurm.render_sbatch +recipe=llama7b writes the job script), try it here with run.shrink=true,"
+        " (python -m megakit.submit +recipe=llama7b submits it to Slurm), try it here with run.shrink=true,"
         " or see its plan with run.dry_run=true"
     )
     with pytest.raises(Refused, match=r"needs 2 GPUs \(dp 2 x pp 1 x tp 1\), this machine has 1: .* on one node of 8 GPUs"):
         local_world(recipe("launch.device=cuda", "parallel.dp=2"), 1)
     with pytest.raises(Refused, match=r"needs 1 GPUs .*, this machine has 0.* on one node of .*launch.device=cpu") as refused:
         local_world(recipe("launch.device=cuda"), 0, ["+recipe=demo", "launch.device=cuda"])
-    assert "render_sbatch" not in str(refused.value)  # which refuses a recipe without a cluster
+    assert "megakit.submit" not in str(refused.value)  # which refuses a recipe without a cluster
     assert local_world(shrink(recipe("run.shrink=true", name="llama7b")), 0) == 2
     assert local_world(recipe(name="llama7b"), 32) == 32
 
