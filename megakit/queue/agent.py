@@ -123,8 +123,8 @@ class Agent:
             return {"code": ended["code"], "line": printable(ended.get("line") or _last_line(log))}
         if not gone:
             return None
-        if started is not None and process.is_alive(started["job"]):
-            process.kill_session(process.pid_of(started["job"]))  # nobody would see how it ends
+        if started is not None and process.session(started["job"]):
+            process.kill_session(started["job"])  # nobody would see how it ends
             return None
         return {"code": None, "line": ""}
 
@@ -139,8 +139,8 @@ class Agent:
         now = time.monotonic()
         first = attempt not in self._asked_at
         since = self._asked_at.setdefault(attempt, now)
-        if (want == KILL or now > since + grace_s) and process.is_alive(job):
-            process.kill_session(process.pid_of(job))
+        if want == KILL or now > since + grace_s:
+            process.kill_session(job)
         elif first:
             process.send(job, signal.SIGTERM)
 
@@ -178,7 +178,7 @@ class Agent:
 
 def printable(text: str) -> str:
     """One line without what could command a terminal."""
-    return "".join(c for c in text.strip() if c.isprintable())[:300]
+    return " ".join("".join(c for c in text if c.isprintable()).split())[:300]
 
 
 def _progress(order: dict[str, Any]) -> dict[str, Any]:

@@ -69,5 +69,7 @@ def after(end: End, failures: int, max_restarts: int) -> Outcome:
 def _told(end: End) -> str:
     if end.code is None:
         return "its processes vanished without an exit code"
+    if end.code < 0 and end.asked:
+        return f"signal {-end.code}"  # the queue's: what it printed last explains nothing
     how = f"signal {-end.code}" if end.code < 0 else f"exit code {end.code}"
     return f"{how}: {end.line}" if end.line else how

@@ -37,9 +37,24 @@ def send(who: str, number: int) -> None:
             os.close(handle)
 
 
-def kill_session(leader: int) -> None:
-    """SIGKILL for all of the session that a process began; the caller knows that the pid is still that process's."""
-    for entry in os.listdir("/proc"):
-        with suppress(OSError, ValueError):
-            if os.getsid(int(entry)) == leader:
-                os.kill(int(entry), signal.SIGKILL)
+def session(leader: str) -> list[int]:
+    """The living members of the session that a process began, which may have ended itself."""
+    if (there := identity(pid_of(leader))) is not None and there != leader:
+        return []  # no pid is given anew while a session has its number
+    return [
+        pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _session_of(pid) == pid_of(leader) and identity(pid)
+    ]
+
+
+def kill_session(leader: str) -> None:
+    """SIGKILL for all of a session; its members may take a while to end."""
+    for pid in session(leader):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _session_of(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except OSError:
+        return None

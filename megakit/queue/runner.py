@@ -15,12 +15,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megakit.queue.process import identity, kill_session
+from megakit.queue.process import identity, kill_session, session
 
 ORDER, LOCK, STARTED, ENDED = "order.json", "lock", "started.json", "ended.json"
 EXIT_TAKEN = 11
 """Of a runner that found another one at work."""
 EXIT_NO_COMMAND = 127
+LEFT_S = 60.0
+"""For killed processes that a job left behind to vanish; one that waits for a dead file system does not."""
 
 
 def run(folder: Path) -> int:
@@ -49,10 +51,15 @@ def run(folder: Path) -> int:
     job = os.fork()
     if job == 0:
         _become(order, log, gate, opened)
-    write(folder / STARTED, {"runner": identity(os.getpid()), "job": identity(job)})
+    leader = identity(job)
+    assert leader is not None, "not even its end is collected yet"
+    write(folder / STARTED, {"runner": identity(os.getpid()), "job": leader})
     os.write(opened, b"\n")  # if this is never reached the job ends before it begins: none runs that isn't written down
     os.waitid(os.P_PID, job, os.WEXITED | os.WNOWAIT)
-    kill_session(job)  # what it left, so that its GPUs are free when its end is known; its pid is not free before the next line
+    deadline = time.monotonic() + LEFT_S
+    while session(leader) and time.monotonic() < deadline:  # when its end is known, its GPUs and its run folder must be free
+        kill_session(leader)
+        time.sleep(0.05)
     code = os.waitstatus_to_exitcode(os.waitpid(job, 0)[1])
     write(folder / ENDED, {"code": code})
     return 0

@@ -143,8 +143,7 @@ class Server:
             proc.communicate()
         for path in self.work.parent.rglob("started.json"):
             for who in json.loads(path.read_text()).values():
-                if process.is_alive(who):
-                    process.kill_session(process.pid_of(who))
+                process.kill_session(who)
 
 
 def until(what: Callable[[], Any], timeout_s: float = 30, why: Callable[[], Any] = lambda: "") -> None:

@@ -108,7 +108,7 @@ def test_an_attempt_that_was_not_begun_is_begun_once(server: Server):
     server.end(signal.SIGKILL)
     started = json.loads((folder / "started.json").read_text())
     for who in started.values():
-        process.kill_session(process.pid_of(who))
+        process.kill_session(who)
     until(lambda: not any(process.is_alive(who) for who in started.values()))
     (folder / "started.json").unlink()
     (Path(order["log"]).parent / "starts").unlink()
@@ -145,7 +145,7 @@ def test_a_job_that_does_not_stop_is_killed_after_its_grace(server: Server):
     assert "it ended with signal 9" in next(e for e in server.show(low)["events"] if e["kind"] == "queued again")["text"]
     server.wait(low, "running")
     server.ask(do="cancel", id=low, now=True)
-    assert server.wait(low, "cancelled")["note"].startswith("cancelled: signal 9")
+    assert server.wait(low, "cancelled")["note"] == "cancelled: signal 9"
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_a_machine_that_went_down(server: Server):
     path = server.folder / "attempts" / "1.1" / "started.json"
     started = json.loads(path.read_text())
     for who in started.values():
-        process.kill_session(process.pid_of(who))
+        process.kill_session(who)
     until(lambda: not any(process.is_alive(who) for who in started.values()))
     bystander = subprocess.Popen(["sleep", "60"], start_new_session=True)
     reused = process.identity(bystander.pid).replace(":", ":9", 1)  # its pid, but not its start
@@ -188,6 +188,17 @@ def test_a_machine_that_went_down(server: Server):
     assert bystander.poll() is None
     bystander.kill()
     bystander.wait()
+
+
+def test_what_a_dead_job_has_left_is_ended_before_it_starts_again(server: Server):
+    server.start()
+    job = server.submit({**LONG, "child": True}, max_restarts=3)
+    server.wait(job, "running", step=2)
+    child = (server.work / "runs/fake-q1/child").read_text()
+    for who in server.attempt(job).values():
+        process.send(who, signal.SIGKILL)
+    until(lambda: len(server.starts(job)) == 2)
+    assert not alive(child)
 
 
 def test_a_job_whose_runner_was_killed_is_ended_before_it_starts_again(server: Server):

@@ -60,7 +60,8 @@ def test_the_codes_are_those_of_a_run():
         (End(3, None, False, "loss is nan"), "training is not finite: exit code 3: loss is nan"),
         (End(75, PREEMPT, True), "stopped for another job: its checkpoint is saved"),
         (End(75, CANCEL, True), "cancelled: its checkpoint is saved"),
-        (End(-9, KILL, True), "cancelled: signal 9"),
+        (End(-9, KILL, True, "step 3 of 9"), "cancelled: signal 9"),
+        (End(-11, None, False, "step 3 of 9"), "failure 1 of 2 that are allowed: signal 11: step 3 of 9"),
     ],
 )
 def test_why_is_told(end, says):
