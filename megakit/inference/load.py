@@ -11,9 +11,11 @@ from typing import Any
 import torch
 
 from megakit.checkpoint.weights import DTYPES, WeightsSource, open_weights
+from megakit.config.schema import Config
 from megakit.data.tokenizer import Tokenizer, load_tokenizer
 from megakit.errors import Refused
 from megakit.inference.decoder import Decoder
+from megakit.modeling.layout import parameter_count
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ def load(
     if "vocab_size" in record and bos is None:  # of a training run, whose data has no bos
         bos = False
     decoder = Decoder(source.model, source, where, DTYPES[precision])
-    parameters = sum(p.numel() for p in decoder.stage.parameters())
+    parameters = parameter_count(Config(model=source.model))
     description = f"{source.model.family}, {parameters:,} parameters, {precision} on {where}, context {decoder.context:,}"
     return LanguageModel(decoder, words, _ends(words, source.ids, Path(checkpoint)), _prefix(words, bos), description)
 
