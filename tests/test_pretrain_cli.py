@@ -53,7 +53,7 @@ def test_needs_no_torch(args: list[str], code: int):
     [
         (["+recipe=demo", "+train.lrr=5"], "train.lrr is not a recipe key: did you mean optim.lr?"),
         (["+recipe=demo", "train.steps=[1"], "can't be read"),
-        (["+recipe=llama8b"], "did you mean llama7b?"),
+        (["+recipe=llama8b"], "did you mean llama3_8b?"),
         (["+recipe=demo", "--dry-run"], "--dry-run is not an option"),
         (["+recipe=demo", "--config-dir"], "--config-dir has no value"),
         (["+recipe=demo", "--config-dir=/nope"], "--config-dir = /nope is not a folder"),

@@ -99,8 +99,8 @@ def test_wrong_types_are_refused(override: str, says: str):
         ("+recipe=llama7b", "+recipe=demo and +recipe=llama7b are both given"),
         ("cluster=h10", "there is no cluster h10: did you mean h100? Choose one of a100_80g, b200, h100, h200, local"),
         ("cluster=h100,h200", "there is no cluster h100,h200"),
-        ("model=null", "choose one of demo_10m, gpt2_124m, llama7b"),
-        ("~model", "choose one of demo_10m, gpt2_124m, llama7b"),
+        ("model=null", "choose one of demo_10m, gpt2_1.5b, gpt2_124m"),
+        ("~model", "choose one of demo_10m, gpt2_1.5b, gpt2_124m"),
         ("model@train=llama7b", "choose one of demo_10m"),
     ],
 )
@@ -110,13 +110,13 @@ def test_overrides_that_cannot_be_read_are_refused(override: str, says: str):
 
 def test_an_unknown_recipe_is_refused_with_all_recipes():
     line = refusal("+recipe=llama8b", start=[])
-    assert "there is no recipe llama8b: did you mean llama7b?" in line
+    assert "there is no recipe llama8b: did you mean llama3_8b?" in line
     assert all(name in line for name in group_files()["recipe"])
 
 
 def test_no_recipe_is_refused_with_all_recipes():
     line = refusal(start=[])
-    assert line.startswith("no recipe is given: add +recipe=NAME, one of demo, gpt2_124m, llama7b, llama13b, llama70b")
+    assert line.startswith("no recipe is given: add +recipe=NAME, one of demo, gpt2_124m, llama3_8b, llama7b")
 
 
 @pytest.mark.parametrize("override", ["optim.lr=1e-4", "+optim.lr=1e-4", "++optim.lr=0.0001"])
@@ -182,7 +182,7 @@ def test_a_part_of_a_recipe_can_be_exchanged():
         ("train:\n  steps: 3\n  steps: 4\n", "steps"),
         ("train: {steps: 3\n", "mine"),
         ("- a\n", "can't be composed"),
-        ("defaults:\n  - override /model: llama8b\n", "model/llama8b.yaml, which is not there: did you mean llama7b?"),
+        ("defaults:\n  - override /model: llama8b\n", "model/llama8b.yaml, which is not there: did you mean llama3_8b?"),
         ("defaults:\n  - nope\n", "recipe/nope.yaml, which is not there: there are demo"),
         ("train:\n  seq_len: ${train.nope}\n", "nope"),
     ],
@@ -203,7 +203,7 @@ def test_a_recipe_that_lacks_a_key_is_told_which_and_where_it_may_come_from(fold
     with pytest.raises(Refused) as caught:
         compose(["+recipe=mine"], folder("# @package _global_\ntrain:\n  steps: 3\n"))
     assert "model.family has no value in mine (nor have model.num_layers, " in str(caught.value)
-    assert "add model.family=VALUE, or model=NAME, one of demo_10m, gpt2_124m" in str(caught.value)
+    assert "add model.family=VALUE, or model=NAME, one of demo_10m, gpt2_1.5b" in str(caught.value)
 
 
 def test_a_recipe_of_ones_own_can_extend_a_shipped_one(folder):

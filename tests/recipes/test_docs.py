@@ -19,7 +19,7 @@ from megakit.planner.plan import make_plan
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs/recipes.md"
-PAGES = [PAGE, ROOT / "docs/plan.md"]
+PAGES = [PAGE, ROOT / "docs/plan.md", ROOT / "docs/models.md"]
 EXAMPLE = re.compile(r"^```console\n\$ python -m megakit\.(\w+) (.*)\n((?s:.*?))^```$", re.MULTILINE)
 COMMANDS = {"pretrain": pretrain.main, "plan": plan.main}
 
@@ -36,7 +36,7 @@ EXAMPLES = [example for page in PAGES for example in EXAMPLE.findall(page.read_t
 
 
 def test_there_are_examples():
-    assert [name for name, *_ in EXAMPLES] == ["pretrain"] * 5 + ["plan"] * 2
+    assert [name for name, *_ in EXAMPLES] == ["pretrain"] * 5 + ["plan"] * 2 + ["pretrain"]
 
 
 @pytest.mark.parametrize(("name", "arguments", "shown"), EXAMPLES)
@@ -81,6 +81,7 @@ SHOWN = [
     "interleaved_1f1b", "zb_h1", "zb_v", "layers_per_stage", "stage_balance=cost", "recompute_layers", "initial_loss_scale",
     "grad_dtype=bf16", "lr_scaling", "optim.schedule=wsd", "optim.name=sgd", "isolate_documents", "cp_comm_type=all_gather",
     "rope_scaling=llama3", "rope_scaling=yarn", "zero_group", "parallel.zero=3", "rampup_batch_size",
+    "model=mistral", "qwen3_8b",
 ]  # fmt: skip
 
 

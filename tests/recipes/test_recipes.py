@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -18,13 +19,19 @@ NAMES = group_files()["recipe"]
 PARAMETERS = {
     "demo": 10_030_464,
     "gpt2_124m": 124_439_808,
+    "smollm2_135m": 134_515_008,
     "llama7b": 6_738_415_616,
+    "llama3_8b": 8_030_261_248,
+    "qwen3_8b": 8_190_735_360,
     "llama13b": 13_015_864_320,
     "llama70b": 68_976_648_192,
 }
 GRIDS = {  # dp, pp, tp, zero
     "gpt2_124m": (8, 1, 1, 0),
+    "smollm2_135m": (64, 1, 1, 0),
     "llama7b": (32, 1, 1, 1),
+    "llama3_8b": (512, 1, 1, 2),
+    "qwen3_8b": (512, 1, 1, 1),
     "llama13b": (16, 4, 1, 1),
     "llama70b": (8, 8, 8, 1),
 }
@@ -53,9 +60,11 @@ def test_a_recipe_describes_the_run_end_to_end(name: str):
     assert cfg.run.name == name and cfg.run.dir == ("runs/demo" if name == "demo" else None)
     assert cfg.data.path and cfg.data.tokenizer and not Path(cfg.data.path[0]).is_absolute()
     assert cfg.train.eval_interval and cfg.checkpoint.interval_steps and cfg.checkpoint.resume == "auto"
-    assert cfg.train.seq_len == cfg.model.max_position_embeddings
+    stretched_later = name in ("qwen3_8b", "smollm2_135m")
+    assert cfg.train.seq_len == cfg.model.max_position_embeddings or stretched_later
     assert cfg.train.precision == ("fp32" if name == "demo" else "bf16"), "the demo also runs where bf16 has no instructions"
-    assert 0 < cfg.optim.warmup_steps < total_steps(cfg) and cfg.optim.schedule == "cosine"
+    assert 0 < cfg.optim.warmup_steps < total_steps(cfg)
+    assert cfg.optim.schedule == ("wsd" if name == "smollm2_135m" else "cosine")
     raw = yaml.safe_load((RECIPES / f"recipe/{name}.yaml").read_text())
     assert raw["launch"]["slurm"]["time_limit"] == cfg.launch.slurm.time_limit  # its own, and not read as a number
 
@@ -114,10 +123,11 @@ def test_every_part_is_in_the_root_and_composes_alone():
 
 def _fit(group: str, name: str) -> list[str]:
     """What has to be changed with a part, so that the rest of llama70b fits it."""
-    if group == "model" and name != "llama70b":
-        heads = {"demo_10m": 2, "gpt2_124m": 4}.get(name, 8)
-        short = ["train.seq_len=1024"] if name == "gpt2_124m" else []
-        return [f"parallel.tp={heads}", "parallel.pp=4", *short]
+    if group == "model":
+        m = yaml.safe_load((RECIPES / f"model/{name}.yaml").read_text())
+        cut = math.gcd(8, m["num_attention_heads"], m["num_query_groups"], m["ffn_hidden_size"])
+        short = [f"train.seq_len={min(4096, m['max_position_embeddings'])}"]
+        return [f"parallel.tp={cut}", f"parallel.sequence_parallel={cut > 1}", "parallel.pp=4", *short]
     return ["cluster.nodes=64", "parallel.dp=8"] if name == "local" else []
 
 

@@ -19,10 +19,14 @@ RECIPES = sorted(p.stem for p in (ROOT / "recipes" / "recipe").glob("*.yaml"))
 
 
 def test_all_shipped_recipes_are_here():
-    assert RECIPES == ["demo", "gpt2_124m", "llama13b", "llama70b", "llama7b"]
+    assert RECIPES == ["demo", "gpt2_124m", "llama13b", "llama3_8b", "llama70b", "llama7b", "qwen3_8b", "smollm2_135m"]
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+SLOW = {"llama3_8b", "smollm2_135m"}
+"""Like another recipe in what is run."""
+
+
+@pytest.mark.parametrize("recipe", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in RECIPES])
 def test_trains_evaluates_saves_and_resumes(recipe, tmp_path):
     command = [sys.executable, "-m", "megakit.pretrain", f"+recipe={recipe}", "run.shrink=true", f"run.dir={tmp_path}/run"]
     folder = tmp_path / "run-shrunk"  # never the folder of the real run
