@@ -61,11 +61,6 @@ class Tokenizer(ABC):
         return self._decode(known)
 
     @property
-    def fast(self) -> bool:
-        """Whether `encode_batch` is faster than the library's own calls."""
-        return False
-
-    @property
     def begins_with_bos(self) -> bool:
         """Whether the file itself asks for bos in front of each text, as `encode` leaves it out."""
         return False

@@ -59,7 +59,8 @@ class SegmentEncoder:
         import sentencepiece
 
         facts = ModelFacts(model)
-        if not facts.local or any(_UNSAFE_PIECE.search(pieces.id_to_piece(i)) for i in range(pieces.vocab_size())):
+        local = facts.bpe and facts.byte_fallback and facts.spaces_only
+        if not local or any(_UNSAFE_PIECE.search(pieces.id_to_piece(i)) for i in range(pieces.vocab_size())):
             return None
         # a later message of the same field overrides single values: normalizer_spec { add_dummy_prefix: false }
         bare = sentencepiece.SentencePieceProcessor(model_proto=model + b"\x1a\x02\x18\x00")
@@ -133,31 +134,31 @@ def _spans(text: str) -> Iterator[str]:
 
 
 class ModelFacts:
-    """What decides whether cutting is exact, read from the protocol buffer of a model file.
+    """What decides whether a text may be encoded in parts, read from the protocol buffer of a model file.
 
-    `local`: byte-pair encoding; unknown characters become bytes (else neighbouring ones join to one <unk>); the normaliser
-    changes nothing but spaces, each by itself. `dummy_prefix`: a space is put in front of every text.
+    `bpe`: byte-pair encoding; `byte_fallback`: unknown characters become bytes (else neighbouring ones join to one <unk>);
+    `spaces_only`: the normaliser changes nothing but spaces, each by itself; `dummy_prefix`: and puts one in front of a text.
     """
 
     def __init__(self, model: bytes):
         trainer: dict[int, Union[int, bytes]] = {}
         normalizer: dict[int, Union[int, bytes]] = {}
-        for number, value in _fields(model):
+        for number, value in fields(model):
             if number == 2 and isinstance(value, bytes):
-                trainer.update(_fields(value))
+                trainer.update(fields(value))
             elif number == 3 and isinstance(value, bytes):
-                normalizer.update(_fields(value))
-        bpe = trainer.get(3, 1) == _BPE
-        byte_fallback = bool(trainer.get(35, 0))
+                normalizer.update(fields(value))
         suffix = bool(trainer.get(24, 0))
         charsmap = normalizer.get(2, b"")
         removes_spaces = bool(normalizer.get(4, 1))
         escapes_spaces = bool(normalizer.get(5, 1))
+        self.bpe = trainer.get(3, 1) == _BPE
+        self.byte_fallback = bool(trainer.get(35, 0))
+        self.spaces_only = not suffix and not charsmap and not removes_spaces and escapes_spaces
         self.dummy_prefix = bool(normalizer.get(3, 1))
-        self.local = bpe and byte_fallback and not suffix and not charsmap and not removes_spaces and escapes_spaces
 
 
-def _fields(buffer: bytes) -> Iterator[tuple[int, Union[int, bytes]]]:
+def fields(buffer: bytes) -> Iterator[tuple[int, Union[int, bytes]]]:
     """(field number, value) of a protocol buffer message; fixed-width values as their bytes."""
     at = 0
     while at < len(buffer):

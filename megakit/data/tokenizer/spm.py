@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Optional
 
 import numpy as np
 
 from megakit.data.tokenizer.base import SpecialIds, Tokenizer, flat
-from megakit.data.tokenizer.segments import SegmentEncoder
 from megakit.errors import Refused
 
 
@@ -50,21 +48,8 @@ class SentencePieceTokenizer(Tokenizer):
         self.model = model
 
     def encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """As the base class says; several times faster where the model allows it (segments.py)."""
-        if not texts:
-            return flat([])
-        if self._segments is not None:  # built on first use: a run that only decodes never needs it
-            return self._segments.encode_batch(list(texts))
+        """As the base class says, in one call of the library."""
         return flat(self.pieces.encode(list(texts), out_type=int, num_threads=1))
-
-    @cached_property
-    def _segments(self) -> Optional[SegmentEncoder]:
-        return SegmentEncoder.build(self.pieces, self.model)
-
-    @property
-    def fast(self) -> bool:
-        """Whether `encode_batch` encodes by remembered segments."""
-        return self._segments is not None
 
     def _encode(self, text: str) -> list[int]:
         return list(self.pieces.encode(text, out_type=int))

@@ -56,7 +56,8 @@ def rank_file(path: Path, count: int) -> Path:
     byte_of = {char: byte for byte, char in enumerate(_byte_characters())}
     words = [bytes(byte_of[char] for char in word) for word, _ in sorted(learned.items(), key=lambda item: item[1])]
     ranks = dict.fromkeys([*map(bytes, zip(range(256))), *words])
-    filler = (bytes(three) for three in itertools.product(range(192, 256), range(192, 256), range(192, 256)))
+    rare = range(192, 256)
+    filler = map(bytes, itertools.chain(itertools.product(rare, rare), itertools.product(rare, rare, rare)))  # mergeable
     while len(ranks) < count:
         ranks[next(filler)] = None
     lines = [base64.b64encode(word) + b" %d\n" % rank for rank, word in enumerate(itertools.islice(ranks, count))]
