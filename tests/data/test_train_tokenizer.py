@@ -17,12 +17,14 @@ def test_same_text_gives_the_same_bytes() -> None:
     assert train(iter(texts), 350) != train(iter(plain_text(200, seed=1)), 350)
 
 
-def test_model_gives_back_text_and_allows_segments(tmp_path: Path) -> None:
+def test_model_gives_back_text_and_allows_fast_encoders(tmp_path: Path) -> None:
     from megakit.data.tokenizer import load_tokenizer
+    from megakit.data.tokenizer.fast import FAST
 
     write_model(str(tmp_path / "a.model"), train(iter(plain_text(200)), 350))
     tokenizer = load_tokenizer(tmp_path / "a.model")
-    assert tokenizer.fast and tokenizer.vocab_size == 350
+    assert tokenizer.vocab_size == 350
+    assert [build(tokenizer).name for build in FAST.values()] == ["gigatoken", "segments"]
     for text in [*NASTY, *plain_text(50, seed=2)]:
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
