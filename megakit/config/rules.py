@@ -542,6 +542,10 @@ def _check_data(cfg: Config) -> None:
         raise Refused(f"data.weights has {len(d.weights)} entries, data.path has {len(d.path)}: give one weight per path")
     if not d.mock and d.mock_samples != DataConfig.mock_samples:
         raise changes_nothing("data.mock_samples", d.mock_samples, "data.mock = false", "data=mock")
+    if d.packing != "none" and d.mock:
+        raise changes_nothing("data.packing", d.packing, "data.mock = true", "data.path=[PREFIX]")
+    if d.packing == "none" and d.cache_dir is not None:
+        raise changes_nothing("data.cache_dir", d.cache_dir, "data.packing = none", "data.packing=best_fit")
     validation = _validation_share(d.split)
     if cfg.train.eval_interval and d.path and not (d.valid_path or validation):
         raise Refused(

@@ -237,6 +237,10 @@ class DataConfig:
     """Write the sample ids of every step to samples.jsonl in the run folder."""
     prefetch: int = 2
     """Batches read ahead by a background thread; 0: read when needed."""
+    packing: str = "none"
+    """none (samples are slices of the row of documents) | best_fit (whole documents are packed into samples)."""
+    cache_dir: Optional[str] = None
+    """Folder of the index that packing needs, shared by all nodes or each node's own; null: cache/ beside the data."""
     isolate_documents: bool = False
     """Keep attention inside a document, by the boundaries in the indexed file."""
     eod_mask_loss: bool = False

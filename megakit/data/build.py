@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 import os
+from pathlib import Path
 from typing import Optional
 
 from megakit.config.batch import BatchSize
 from megakit.config.rules import total_steps
 from megakit.config.schema import Config
+from megakit.data import packed_index
+from megakit.data.built_once import Tell, built_once
 from megakit.data.indexed import IndexedFile
 from megakit.data.mock import MockSource
-from megakit.data.source import FileSource
+from megakit.data.packed import PackedSource
+from megakit.data.source import DocumentSource, FileSource
 from megakit.data.split import cut, parse_split
 from megakit.data.stream import SampleStream, Source
 from megakit.data.tokenizer import tokenizer_fingerprint
@@ -20,12 +24,12 @@ from megakit.errors import Refused
 VALIDATION_SEED = 0x5EED  # whatever train.seed is: evaluations of different runs see the same samples
 
 
-def build_streams(cfg: Config) -> tuple[SampleStream, Optional[SampleStream]]:
-    """Training stream, and the validation stream or None if train.eval_interval is 0.
+def build_streams(cfg: Config, tell: Optional[Tell] = None) -> tuple[SampleStream, Optional[SampleStream]]:
+    """Training stream, and the validation stream or None if train.eval_interval is 0. `tell` hears what is waited for.
 
     Raises Refused in one line if files are missing, unfinished, damaged, made with another tokenizer or too small.
     """
-    train, valid = _mock_streams(cfg) if cfg.data.mock else _file_streams(cfg)
+    train, valid = _mock_streams(cfg) if cfg.data.mock else _file_streams(cfg, tell)
     batch = cfg.train.global_batch_size
     if train.samples < batch:
         raise Refused(
@@ -65,19 +69,23 @@ def _mock_streams(cfg: Config) -> tuple[SampleStream, Optional[SampleStream]]:
     return stream("training", 0, cfg.train.seed), valid
 
 
-def _file_streams(cfg: Config) -> tuple[SampleStream, Optional[SampleStream]]:
+def _file_streams(cfg: Config, tell: Optional[Tell]) -> tuple[SampleStream, Optional[SampleStream]]:
     if not cfg.data.path:
         raise Refused("data.path is empty: give the prefix of indexed data (tools/preprocess_data.py), or data.mock=true")
     weights = _check_weights(cfg)
     evaluates = cfg.train.eval_interval > 0
     files = _open(cfg, cfg.data.path)
+
+    def source(file: IndexedFile, documents: tuple[int, int], kind: str, where: str) -> DocumentSource:
+        return _source(cfg, file, documents, kind, where, tell)
+
     valid: Optional[SampleStream] = None
     if cfg.data.valid_path:
         _check_disjoint(cfg)
-        train_sources = [_source(cfg, file, (0, file.documents), "training", "data.path") for file in files]
+        train_sources = [source(file, (0, file.documents), "training", "data.path") for file in files]
         if evaluates:
             others = _open(cfg, cfg.data.valid_path)
-            valid_sources = [_source(cfg, file, (0, file.documents), "validation", "data.valid_path") for file in others]
+            valid_sources = [source(file, (0, file.documents), "validation", "data.valid_path") for file in others]
             valid = _stream(cfg, "validation", valid_sources, None, VALIDATION_SEED)
     else:
         shares = parse_split(cfg.data.split)
@@ -88,20 +96,34 @@ def _file_streams(cfg: Config) -> tuple[SampleStream, Optional[SampleStream]]:
             )
         parts = [cut(file, shares) for file in files]
         where = f"data.split={cfg.data.split}"
-        train_sources = [_source(cfg, file, part[0], "training", where) for file, part in zip(files, parts)]
+        train_sources = [source(file, part[0], "training", where) for file, part in zip(files, parts)]
         if evaluates:
-            valid_sources = [_source(cfg, file, part[1], "validation", where) for file, part in zip(files, parts)]
+            valid_sources = [source(file, part[1], "validation", where) for file, part in zip(files, parts)]
             valid = _stream(cfg, "validation", valid_sources, weights, VALIDATION_SEED)
     return _stream(cfg, "training", train_sources, weights, cfg.train.seed), valid
 
 
-def _stream(cfg: Config, kind: str, sources: list[FileSource], weights: Optional[list[float]], seed: int) -> SampleStream:
+def _stream(cfg: Config, kind: str, sources: list[DocumentSource], weights: Optional[list[float]], seed: int) -> SampleStream:
     drawn: list[Source] = list(sources)
     return SampleStream(kind, drawn, weights, seed=seed, seq_len=cfg.train.seq_len)
 
 
-def _source(cfg: Config, file: IndexedFile, documents: tuple[int, int], kind: str, where: str) -> FileSource:
-    source = FileSource(file, documents, seq_len=cfg.train.seq_len, vocab_size=cfg.model.vocab_size)
+def _source(
+    cfg: Config, file: IndexedFile, documents: tuple[int, int], kind: str, where: str, tell: Optional[Tell]
+) -> DocumentSource:
+    seq_len, vocab_size = cfg.train.seq_len, cfg.model.vocab_size
+    source: DocumentSource
+    if cfg.data.packing == "best_fit":
+        cache = Path(cfg.data.cache_dir) if cfg.data.cache_dir else Path(file.prefix).parent / "cache"
+        folder = built_once(
+            cache / packed_index.index_name(file, documents, seq_len),
+            lambda aside, share: packed_index.build(file, documents, seq_len, aside, share),
+            patience_s=cfg.launch.timeout_s,
+            tell=tell,
+        )
+        source = PackedSource(file, documents, folder, seq_len=seq_len, vocab_size=vocab_size)
+    else:
+        source = FileSource(file, documents, seq_len=seq_len, vocab_size=vocab_size)
     if source.samples < 1:
         raise Refused(
             f"{kind} part of {file.prefix} by {where}: {source.tokens} tokens in {documents[1] - documents[0]} of "

@@ -19,7 +19,7 @@ from megakit.config.compose import compose
 from megakit.config.rules import model_ranks, planned_world, resolve, total_steps
 from megakit.config.schema import Config
 from megakit.data.build import build_streams
-from megakit.data.source import FileSource, Piece
+from megakit.data.source import DocumentSource, Piece
 from megakit.data.steps import Steps, recorded
 from megakit.data.stream import SampleStream
 from megakit.data.tokenizer import Tokenizer, load_tokenizer
@@ -102,7 +102,7 @@ class Run:
         for place in self.places(step, rank):
             tokens = self.stream.read(np.array([place.id]))[0]
             source = self.stream.sources[self.stream.place(place.id)[0]]
-            if isinstance(source, FileSource):
+            if isinstance(source, DocumentSource):
                 pieces = source.pieces(place.sample)
                 ends = np.cumsum([piece.tokens for piece in pieces])
                 texts = [self._text(piece, tokens[end - piece.tokens : end], full) for piece, end in zip(pieces, ends)]
@@ -134,9 +134,9 @@ class Run:
             place = self._place(step, self.steps.positions(step), position, self.stream.sample_id(number, sample))
             yield place, next(piece for piece in source.pieces(sample) if piece.document == document)
 
-    def _source(self, prefix: str) -> tuple[int, FileSource]:
+    def _source(self, prefix: str) -> tuple[int, DocumentSource]:
         for number, source in enumerate(self.stream.sources):
-            if isinstance(source, FileSource) and os.path.realpath(source.name) == os.path.realpath(prefix):
+            if isinstance(source, DocumentSource) and os.path.realpath(source.name) == os.path.realpath(prefix):
                 return number, source
         there = ", ".join(source.name for source in self.stream.sources)
         raise Refused(f"document={prefix}:...: the run is trained on {there}: give one of these before the colon")

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from megakit.config.rules import sequence_unit
 from megakit.config.schema import Config
+from megakit.data.source import PADDING
 from megakit.modeling.decoder import MicroBatch, Stage
 from megakit.modeling.layout import model_placement, rank_stages, stage_params
 from megakit.ops.backends import choose
@@ -91,6 +92,8 @@ class Engine:
         size, data = self.cfg.train.micro_batch_size, self.cfg.data
         tokens = tokens.to(self.state.device, non_blocking=True)
         labels = tokens[:, 1:]
+        if data.packing != "none":
+            labels, tokens = labels.masked_fill(labels == PADDING, IGNORE), tokens.clamp(min=0)
         if documents is not None:
             documents = documents.to(self.state.device, non_blocking=True)
             if data.eod_mask_loss:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from pathlib import Path
 
 from megakit.checkpoint import store
@@ -56,7 +57,7 @@ def _run(cfg: Config, ranks: Ranks, state: ParallelState, comm: Comm) -> None:
         if state.rank == 0:
             print(f"nothing left to do: {choice.path} is at step {choice.step} of {last}")
         return
-    train, valid = build_streams(cfg)
+    train, valid = build_streams(cfg, tell=_say if state.rank == 0 else None)
     tokenizer = load_tokenizer(cfg.data.tokenizer) if cfg.data.tokenizer and not cfg.data.mock else None
     alerts = list(choice.alerts)
     if choice.manifest is not None:
@@ -141,6 +142,10 @@ def _announce(writer: MetricsWriter, choice: store.Choice, alerts: list[str], da
     for alert in alerts:
         writer.event("alert", text=alert)
         writer.message(f"ALERT: {alert}")
+
+
+def _say(text: str) -> None:
+    print(f"megakit: {text}", file=sys.stderr, flush=True)
 
 
 def _is_slow(precision: str) -> bool:

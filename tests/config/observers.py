@@ -220,6 +220,17 @@ def streams(cfg: Config, place: Place) -> Any:
         return str(stop)
 
 
+def packing_folders(cfg: Config, place: Place) -> list[str]:
+    """Where the index of packed samples is."""
+    from megakit.data.build import build_streams
+
+    build_streams(cfg)
+    cache = Path(cfg.data.cache_dir or Path(cfg.data.path[0]).parent / "cache")
+    found = sorted(str(path) for path in cache.glob("packing-*"))
+    assert found
+    return found
+
+
 # starting and watching
 
 

@@ -178,6 +178,8 @@ PROOFS: dict[str, Changes | Refuses | Permits] = {
     "data.mock_samples": Changes(40, see.streams),
     "data.log_sample_ids": Changes(True, see.whole_run, RUN),
     "data.prefetch": Changes(0, see.whole_run, RUN),
+    "data.packing": Changes("best_fit", see.streams, FILES),
+    "data.cache_dir": Changes("{elsewhere}", see.packing_folders, {**FILES, "data.packing": "best_fit"}),
     "data.isolate_documents": Changes(True, see.whole_run, RUN),
     "data.eod_mask_loss": Changes(True, see.whole_run, RUN),
     "checkpoint.dir": Changes("elsewhere", see.whole_run, RUN),
@@ -251,7 +253,7 @@ PROOFS: dict[str, Changes | Refuses | Permits] = {
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """What the entries name in braces: corpora, tokenizers, weights."""
     folder = tmp_path_factory.mktemp("files")
-    out = {name: folder / name for name in ("a", "b", "told", "hf", "tokenizer", "stranger")}
+    out = {name: folder / name for name in ("a", "b", "told", "hf", "tokenizer", "stranger", "elsewhere")}
     for seed, name in enumerate(("tokenizer", "stranger")):
         write_model(str(out[name]), train(iter(plain_text(300, seed)), 400))
     lengths = [40 + i % 7 for i in range(30)]

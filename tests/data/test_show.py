@@ -94,10 +94,11 @@ def test_what_a_run_read(tmp_path: Path, texts: Path, model_path: Path, grid: An
     assert "config.yaml.1" in told["notes"][0]
 
 
-@pytest.fixture
-def recipe(tmp_path: Path, texts: Path, model_path: Path) -> str:
+@pytest.fixture(params=["none", "best_fit"])
+def recipe(tmp_path: Path, texts: Path, model_path: Path, request: Any) -> str:
     path = tmp_path / "recipe.yaml"
-    path.write_text(to_yaml(of_files(tmp_path / "run", texts, model_path, parallel__dp=2, train__steps=40)))
+    keys = {"parallel__dp": 2, "train__steps": 40, "data__packing": request.param}
+    path.write_text(to_yaml(of_files(tmp_path / "run", texts, model_path, **keys)))
     return f"--config-file={path}"
 
 
@@ -117,7 +118,8 @@ def test_pieces_and_text_are_those_of_the_files(recipe: str, texts: Path, model_
                 assert text["text"] == tokenizer.decode(ids)
                 row += ids
             several += len(sample["texts"]) > 1
-            assert row == file.read(sample["sample"] * SEQ, SEQ + 1).tolist()
+            if "best_fit" not in Path(recipe.partition("=")[2]).read_text():
+                assert row == file.read(sample["sample"] * SEQ, SEQ + 1).tolist()
             assert sample["ends"] == len(sample["texts"]) - 1
     assert several > 5
 
@@ -148,7 +150,7 @@ def test_filters_and_ranges(recipe: str, texts: Path, capsys: Any) -> None:
     assert len([line for line in text.splitlines() if line.startswith("sample ")]) == 2
     assert "ranks 1, micro-batch 0" in text and "ranks 0," not in text
     text = show(capsys, recipe, f"document={texts}/b:0")
-    assert text.startswith("step ") and f"sample 0 of {texts}/b" in text
+    assert text.startswith("step ") and f" of {texts}/b (id " in text
 
 
 def refused(capsys: Any, *words: object) -> str:
