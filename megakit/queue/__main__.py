@@ -37,14 +37,14 @@ def _submit(args: argparse.Namespace) -> None:
 
 
 def _list(args: argparse.Namespace) -> None:
-    answer = _ask(args, do="list") if args.id is None else _ask(args, do="show", id=args.id)
+    answer = _ask(args, do="list", all=args.all) if args.id is None else _ask(args, do="show", id=args.id)
     if args.json:
         print(json.dumps(answer, indent=1))
         return
     from megakit.config.terminal import console
     from megakit.queue.show import job_page, jobs_table
 
-    console().print(jobs_table(answer, args.all) if args.id is None else job_page(answer))
+    console().print(jobs_table(answer) if args.id is None else job_page(answer))
 
 
 def _logs(args: argparse.Namespace) -> None:
@@ -154,7 +154,7 @@ def _parsers() -> dict[str, tuple[_Parser, Callable[[argparse.Namespace], None]]
     def place(parser: _Parser) -> None:
         host = re.sub(r"[^A-Za-z0-9._-]", "-", os.uname().nodename) or "machine"
         parser.add_argument("--name", default=host, help="name of this machine; default: its host name")
-        parser.add_argument("--slots", type=_positive, metavar="N", help="in place of GPUs: N ranks at a time on the CPU")
+        parser.add_argument("--slots", type=_whole, metavar="N", help="in place of GPUs: N ranks at a time on the CPU; 0: none")
 
     p = command("submit", _submit, "Check a recipe and queue it; its run folder is the same over all its attempts.")
     p.add_argument("override", nargs="+", metavar="KEY=VALUE", help="the recipe, as for megakit.pretrain: +recipe=NAME KEY=VALUE")
@@ -195,6 +195,10 @@ def _positive(text: str) -> int:
     if not re.fullmatch(r"[1-9]\d{0,8}", text):
         raise argparse.ArgumentTypeError(f"{text} is not a whole number from 1 on")
     return int(text)
+
+
+def _whole(text: str) -> int:
+    return 0 if text == "0" else _positive(text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

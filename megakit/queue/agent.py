@@ -101,7 +101,7 @@ class Agent:
         return self._folder / f".{attempt}"
 
     def _attempts(self) -> list[str]:
-        return sorted(p.name for p in self._folder.iterdir() if re.fullmatch(r"\d+\.\d+", p.name))
+        return sorted(p.name for p in self._folder.iterdir() if re.fullmatch(r"\d+\.\d+\.[0-9a-f]+", p.name))
 
     def _order(self, attempt: str) -> dict[str, Any]:
         return _read(self._folder / attempt / ORDER) or {}
@@ -150,7 +150,7 @@ class Agent:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(mode=0o700)
         command = [order["python"], "-m", "megakit.pretrain", "--config-file", str(final / CONFIG), f"run.dir={order['run_dir']}"]
-        title = f"{_TITLE} {attempt.partition('.')[2]} on {self.name}, {','.join(order['devices'])}"
+        title = f"{_TITLE} {attempt.split('.')[1]} on {self.name}, {','.join(order['devices'])}"
         kept = {k: order[k] for k in ("cwd", "umask", "env", "devices", "grace_s", "checkpoints")}
         run = {"machine": self.name, "command": command, "title": title}
         files = {"log": f"{order['run_dir']}/{LOG}", "metrics": f"{order['run_dir']}/metrics.jsonl"}
@@ -163,7 +163,7 @@ class Agent:
         """Start a runner; a second one of the same attempt leaves again."""
         env = {k: v for k, v in os.environ.items() if not _NOT_THE_JOBS.fullmatch(k)} | order["env"]
         env["CUDA_VISIBLE_DEVICES"] = ",".join(d for d in order["devices"] if not d.startswith(_CPU))
-        env["MEGAKIT_RESTART_COUNT"] = str(int(attempt.partition(".")[2]) - 1)
+        env["MEGAKIT_RESTART_COUNT"] = str(int(attempt.split(".")[1]) - 1)
         root = Path(megakit.__file__).resolve().parent.parent
         self._runners[attempt] = subprocess.Popen(
             [sys.executable, "-c", _START_RUNNER, str(root), str(self._folder / attempt)],

@@ -6,6 +6,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping
+from itertools import chain, count
 from typing import Any
 
 from megakit.errors import Refused
@@ -21,6 +22,7 @@ SILENT_S = 30.0
 RESTART_DELAY_S = 10.0
 """After the first failure; twice as long after each further one, at most ten minutes."""
 MAX_RESTART_DELAY_S = 600.0
+FINISHED_SHOWN = 10
 _USER = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,31}"
 
 
@@ -85,13 +87,17 @@ class Queue:
             if run_dir is not None and other.run_dir == run_dir:
                 raise Refused(f"run.dir = {run_dir} is that of job {other.id}, which is {other.state}: cancel it, or use another")
         job = self._store.add({**columns, "run_dir": run_dir or "", "checkpoints": "", "submitted": time.time()})
-        run_dir = run_dir or os.path.join(columns["cwd"], "runs", f"{columns['name']}-q{job}")
+        run_dir = run_dir or _new_folder(os.path.join(columns["cwd"], "runs", f"{columns['name']}-q{job}"))
         self._store.change(job, run_dir=run_dir, checkpoints=columns["checkpoints"] or os.path.join(run_dir, "checkpoints"))
         self._event(job, "submitted", f"by {user}: {schedule.counted(gpus)}, priority {columns['priority']}, {run_dir}")
         return {"id": job, "run_dir": run_dir}
 
     def _list(self, request: Mapping[str, Any], peer: Peer) -> list[dict[str, Any]]:
-        return [self._described(job) for job in self._store.jobs()]
+        """Unfinished jobs, and the last finished ones or all."""
+        jobs = self._store.jobs()
+        finished = sorted((j for j in jobs if j.state not in (QUEUED, RUNNING)), key=lambda j: j.ended or 0.0)
+        left_out = set() if request.get("all") else {j.id for j in finished[:-FINISHED_SHOWN]}
+        return [self._described(job) for job in jobs if job.id not in left_out]
 
     def _show(self, request: Mapping[str, Any], peer: Peer) -> dict[str, Any]:
         job = self._store.job(int(request["id"]))
@@ -152,7 +158,10 @@ class Queue:
             raise Refused(f"the agent of {name} answers: stop it first, and wait {SILENT_S:g} s")
         lost = [j for j in self._store.jobs(RUNNING) if j.machine == name]
         for job in lost:
-            self._requeue(job, f"{name} was given up")
+            if job.asked in (outcome.CANCEL, outcome.KILL):
+                self._end(job, CANCELLED, f"cancelled; {name} was given up")
+            else:
+                self._requeue(job, f"{name} was given up")
         self._store.forget_machine(name)
         return [j.id for j in lost]
 
@@ -172,11 +181,12 @@ class Queue:
             raise Refused(f"{row.host} calls itself {row.name}, but so does {known.host}: give it another --name")
         if known != row:
             check_name(row.name)
+            self._check_kind(row)
             self._store.set_machine(row)
-            self._say(f"machine {row.name}: {len(row.devices)} {'GPUs' if has_gpus(row.devices) else 'CPU slots'}")
+            self._say(f"machine {row.name}: {_kind(row)}")
         self._heard[row.name] = time.monotonic()
         for job in self._store.jobs(RUNNING):
-            seen = report["attempts"].get(_attempt(job)) if job.machine == row.name else None
+            seen = report["attempts"].get(self._attempt(job)) if job.machine == row.name else None
             if seen is None:
                 continue
             found = {key: job.__dict__[key] if seen[key] is None else seen[key] for key in ("step", "loss", "checkpoint")}
@@ -185,6 +195,15 @@ class Queue:
                 job.__dict__.update(found)
             if seen["end"] is not None:
                 self._ended(job, **seen["end"])
+
+    def _check_kind(self, row: MachineRow) -> None:
+        """A queue has GPUs or slots: a job for one would take the other."""
+        for other in self._store.machines().values():
+            if row.devices and other.devices and other.name != row.name and has_gpus(row.devices) != has_gpus(other.devices):
+                raise Refused(
+                    f"{row.name} has {_kind(row)}, but {other.name} of the same queue has {_kind(other)}: use --slots 0 where no"
+                    " job should run, or another queue"
+                )
 
     def _ended(self, job: Job, code: int | None, line: str) -> None:
         progressed = (job.checkpoint or 0) > (job.checkpoint_at_start or 0)
@@ -213,9 +232,10 @@ class Queue:
         )
         self._claims, self._reasons = decision.claims, decision.reasons
         by_id = {j.id: j for j in jobs}
-        for number in decision.stops:
+        for number, above in decision.stops.items():
+            job = by_id[above]
             self._store.change(number, asked=outcome.PREEMPT)
-            self._event(number, "preempted", "asked to save and stop for a job of higher priority")
+            self._event(number, "preempted", f"asked to save and stop for job {above} ({job.user}, priority {job.priority})")
         for number, machine in decision.starts:
             self._begin(by_id[number], machines[machine], running)
 
@@ -244,10 +264,14 @@ class Queue:
         wants = {None: RUN, outcome.KILL: KILL}
         given = ("config", "python", "cwd", "umask", "env", "run_dir", "checkpoints", "devices", "grace_s")
         return {
-            _attempt(job): {"want": wants.get(job.asked, STOP), **{key: job.__dict__[key] for key in given}}
+            self._attempt(job): {"want": wants.get(job.asked, STOP), **{key: job.__dict__[key] for key in given}}
             for job in self._store.jobs(RUNNING)
             if job.machine == machine
         }
+
+    def _attempt(self, job: Job) -> str:
+        """The name of its last attempt, which no other has."""
+        return f"{job.id}.{job.attempt}.{self._store.mark}"
 
     def _end(self, job: Job, state: str, note: str, **columns: Any) -> None:
         self._store.change(job.id, state=state, asked=None, devices=[], ended=time.time(), note=note, **columns)
@@ -276,13 +300,19 @@ class Queue:
         return {**shown, "why": why, "log": os.path.join(job.run_dir, LOG)}
 
 
-def _attempt(job: Job) -> str:
-    return f"{job.id}.{job.attempt}"
+def _kind(machine: MachineRow) -> str:
+    return schedule.counted(len(machine.devices)) if has_gpus(machine.devices) else f"{len(machine.devices)} CPU slots"
 
 
 def _free(machine: MachineRow, running: list[Job]) -> list[str]:
     used = {device for job in running if job.machine == machine.name for device in job.devices}
     return [d for d in machine.devices if d not in used]
+
+
+def _new_folder(path: str) -> str:
+    """A later queue's numbers begin anew: its runs must not go on from those of an earlier one."""
+    names = chain([path], (f"{path}-{n}" for n in count(1)))
+    return next(name for name in names if not os.path.lexists(name))
 
 
 def _owner_only(peer: Peer, what: str) -> None:

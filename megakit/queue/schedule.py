@@ -56,8 +56,8 @@ class Machine:
 class Decision:
     starts: list[tuple[int, str]] = field(default_factory=list)
     """Job and machine."""
-    stops: list[int] = field(default_factory=list)
-    """Running jobs that must save, stop, and wait again."""
+    stops: dict[int, int] = field(default_factory=dict)
+    """Running jobs that must save, stop, and wait again; each with the job that it makes room for."""
     claims: dict[int, str] = field(default_factory=dict)
     """Of each job that waits for such jobs, the machine; to be given back with it, so that it waits there and stops no more."""
     reasons: dict[int, str] = field(default_factory=dict)
@@ -99,7 +99,7 @@ def decide(
         elif room := _make_room(mine, job):
             place, victims = room
             promised[job.user] += job.gpus
-            out.stops += [v.id for v in victims]
+            out.stops.update((v.id, job.id) for v in victims)
             out.claims[job.id] = place.name
             out.reasons[job.id] = f"waits for {_names(place.stopping)} to save and stop on {place.name}"
         else:

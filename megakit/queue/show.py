@@ -12,19 +12,14 @@ from megakit.config.terminal import columns_table, facts_table
 from megakit.queue.outcome import QUEUED, RUNNING
 from megakit.queue.schedule import counted
 
-FINISHED_SHOWN = 10
 
-
-def jobs_table(jobs: list[dict[str, Any]], everything: bool) -> RenderableType:
-    """Unfinished jobs, and the last finished ones or all of them."""
-    unfinished = [j for j in jobs if j["state"] in (QUEUED, RUNNING)]
-    finished = sorted((j for j in jobs if j not in unfinished), key=lambda j: -(j["ended"] or 0.0))
-    shown = unfinished + (finished if everything else finished[:FINISHED_SHOWN])
+def jobs_table(jobs: list[dict[str, Any]]) -> RenderableType:
+    """A line or more for each."""
     table = columns_table()
     for name in ("id", "name", "user", "state", "prio", "GPUs", "machine", "step", "loss", "time"):
         table.add_column(name, no_wrap=True, justify="right" if name in ("id", "prio", "GPUs", "step", "loss") else "left")
     table.add_column("why", ratio=1)
-    for j in sorted(shown, key=lambda j: j["id"]):
+    for j in jobs:
         step = "" if j["step"] is None else f"{j['step']}/{j['steps']}"
         loss = "" if j["loss"] is None else f"{j['loss']:.4f}"
         machine = j["machine"] if j["state"] == RUNNING else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -110,13 +111,17 @@ class Store:
         self.path = folder / FILE
         with self._storage():
             os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600))
+            self.path.chmod(0o600)
             self._db = sqlite3.connect(self.path, isolation_level=None)
             self._db.row_factory = sqlite3.Row
             found = self._db.execute("PRAGMA user_version").fetchone()[0]
             if found == 0 and not self._db.execute("SELECT 1 FROM sqlite_master").fetchone():
-                self._db.executescript(f"BEGIN; {_TABLES} PRAGMA user_version = {FORMAT}; COMMIT;")
+                mark = f"PRAGMA application_id = {secrets.randbits(31)}; PRAGMA user_version = {FORMAT};"
+                self._db.executescript(f"BEGIN; {_TABLES} {mark} COMMIT;")
             elif found != FORMAT:
                 raise Refused(f"{self.path} has format {found}, this version of megakit has {FORMAT}: use another --folder")
+            self.mark = f"{self._db.execute('PRAGMA application_id').fetchone()[0]:x}"
+            """Its own: attempts of a file that was lost are not taken for those of the next, whose numbers begin anew."""
 
     def close(self) -> None:
         self._db.close()

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from megakit.errors import Refused
 
 SOCKET = "socket"
-LIMIT = 8 << 20
+LIMIT = 64 << 20
 """Bytes of a message."""
 TIMEOUT_S = 2.0
 """For a whole request to arrive: the server waits for nobody longer."""

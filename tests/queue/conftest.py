@@ -127,9 +127,12 @@ class Server:
 
     def attempt(self, job: int, file: str = "started.json", number: int = 1) -> dict[str, Any]:
         """What the runner of an attempt has written."""
-        path = self.folder / "attempts" / f"{job}.{number}" / file
-        until(path.exists)
+        until((path := self.path(job, file, number)).exists)
         return json.loads(path.read_text())
+
+    def path(self, job: int, file: str, number: int = 1) -> Path:
+        (folder,) = (self.folder / "attempts").glob(f"{job}.{number}.*")
+        return folder / file
 
     def command(self, *words: str) -> subprocess.CompletedProcess[str]:
         """python -m megakit.queue ..., as a user."""

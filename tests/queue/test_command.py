@@ -75,7 +75,7 @@ def test_what_was_checked_is_what_runs(server: Server):
     server.wait(2, "running")
     order = server.attempt(2, "order.json")
     assert order["command"] == [
-        *(sys.executable, "-m", "megakit.pretrain", "--config-file", str(server.folder / "attempts" / "2.1" / "config.yaml")),
+        *(sys.executable, "-m", "megakit.pretrain", "--config-file", str(server.path(2, "config.yaml"))),
         f"run.dir={server.work}/runs/demo",
     ]
     cfg = compose(order["command"][5:], config_file=order["command"][4])

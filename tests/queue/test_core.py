@@ -68,14 +68,18 @@ class Cluster:
     def hear(self, machine: str, **attempts: Any) -> dict[str, Any]:
         """An exchange; attempts as _1_2={...} for the second attempt of job 1."""
         devices = [f"cpu{n}" for n in range(self.machines[machine])]
-        named = {name[1:].replace("_", "."): seen for name, seen in attempts.items()}
+        named = {f"{name[1:].replace('_', '.')}.{self.store.mark}": seen for name, seen in attempts.items()}
         return self.queue.exchange({"name": machine, "host": "h-" + machine, "devices": devices, "attempts": named})
 
     def job(self, number: int) -> Job:
         return self.store.job(number)
 
     def wants(self, machine: str = "m") -> dict[str, str]:
-        return {attempt: order["want"] for attempt, order in self.hear(machine).items()}
+        return {attempt: order["want"] for attempt, order in self.orders(machine).items()}
+
+    def orders(self, machine: str = "m") -> dict[str, Any]:
+        """By the attempt's name without the mark of the file."""
+        return {attempt.removesuffix("." + self.store.mark): order for attempt, order in self.hear(machine).items()}
 
 
 @pytest.fixture
@@ -119,7 +123,7 @@ def test_preempted_and_resumed_in_place(cluster: Cluster):
     assert cluster.wants() == {"2.1": "run"}
     assert cluster.job(1).note == "stopped for another job: its checkpoint is saved"
     cluster.hear("m", _2_1=ended(0))
-    orders = cluster.hear("m")
+    orders = cluster.orders()
     assert set(orders) == {"1.2"} and orders["1.2"]["run_dir"] == first.run_dir
     assert cluster.job(1).checkpoint_at_start == 5
     assert cluster.ask(do="show", id=1)["events"][-1]["text"].endswith("from the checkpoint of step 5")
@@ -215,7 +219,7 @@ def test_everything_is_still_there_after_a_restart(cluster: Cluster):
     cluster.reopen()
     assert [{**j, "why": ""} for j in cluster.ask(do="list")] == [{**j, "why": ""} for j in before]
     assert cluster.ask(do="quotas")[0]["quota"] == 2
-    orders = cluster.hear("m")
+    orders = cluster.orders()
     assert list(orders) == ["1.1"] and orders["1.1"]["env"] == {"A": 'x "y"'}
 
 
@@ -246,6 +250,49 @@ def test_a_restarted_server_waits_for_its_machines(tmp_path: Path):
         cluster.submit()
     cluster.hear("m")
     assert [cluster.job(n).state for n in (1, 2)] == ["running", "queued"]
+
+
+def test_one_that_was_cancelled_does_not_wait_again(tmp_path: Path, monkeypatch):
+    cluster = Cluster(tmp_path, m=1)
+    cluster.submit()
+    cluster.hear("m")
+    cluster.ask(do="cancel", id=1)
+    now = time.monotonic() + core.SILENT_S
+    monkeypatch.setattr(core.time, "monotonic", lambda: now)
+    assert cluster.ask(do="forget", name="m") == [1]
+    assert cluster.job(1).state == "cancelled"
+
+
+def test_gpus_and_slots_do_not_mix(cluster: Cluster):
+    """A job for GPUs would run on a slot."""
+    with pytest.raises(Refused, match="n has 2 GPUs, but m of the same queue has 4 CPU slots: use --slots 0"):
+        cluster.queue.exchange({"name": "n", "host": "n", "devices": ["0", "1"], "attempts": {}})
+    assert cluster.queue.exchange({"name": "n", "host": "n", "devices": [], "attempts": {}}) == {}
+    cluster.queue.exchange({"name": "m", "host": "h-m", "devices": ["0"], "attempts": {}})
+
+
+def test_the_last_finished_jobs_are_listed_and_all_on_request(cluster: Cluster):
+    for n in range(1, 16):
+        cluster.submit()
+        cluster.hear("m")
+        if n != 2:
+            cluster.hear("m", **{f"_{n}_1": ended(0)})
+    assert [j["id"] for j in cluster.ask(do="list")] == [2, *range(6, 16)]
+    assert len(cluster.ask(do="list", all=True)) == 15
+
+
+def test_a_new_file_takes_no_run_folder_and_no_attempt_of_an_old_one(tmp_path: Path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    old = Cluster(tmp_path / "a", m=1)
+    old.submit(cwd=str(tmp_path))
+    os.makedirs(old.job(1).run_dir)
+    new = Cluster(tmp_path / "b", m=1)
+    new.submit(cwd=str(tmp_path))
+    assert new.job(1).run_dir == old.job(1).run_dir + "-1"
+    new.hear("m")
+    new.queue.exchange({"name": "m", "host": "h-m", "devices": ["cpu0"], "attempts": {f"1.1.{old.store.mark}": ended(0)}})
+    assert new.job(1).state == "running"
 
 
 def test_two_machines_of_one_name(cluster: Cluster):

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from megakit.queue import process
+from megakit.queue.agent import Agent, find_devices, has_gpus
 from tests.queue.conftest import Server, until
 
 LONG = {"steps": 10_000, "step_s": 0.05}
@@ -79,7 +80,7 @@ def test_an_end_while_the_server_is_down_is_not_lost(server: Server, plan, state
     job = server.submit({**plan, "step_s": 0.3}, max_restarts=9)
     server.wait(job, "running", step=1)
     server.end(signal.SIGKILL)
-    until((server.folder / "attempts" / "1.1" / "ended.json").exists)
+    until(server.path(job, "ended.json").exists)
     server.start()
     assert server.wait(job, state)["attempt"] == 1
     assert len(server.starts(job)) == 1
@@ -104,7 +105,7 @@ def test_an_attempt_that_was_not_begun_is_begun_once(server: Server):
     job = server.submit(LONG)
     server.wait(job, "running", step=1)
     order = server.attempt(job, "order.json")
-    folder = server.folder / "attempts" / "1.1"
+    folder = server.path(job, "order.json").parent
     server.end(signal.SIGKILL)
     started = json.loads((folder / "started.json").read_text())
     for who in started.values():
@@ -174,7 +175,7 @@ def test_a_machine_that_went_down(server: Server):
     job = server.submit({"steps": 12, "step_s": 0.1, "save": [2]}, max_restarts=1)
     server.wait(job, "running", step=3)
     server.end(signal.SIGKILL)
-    path = server.folder / "attempts" / "1.1" / "started.json"
+    path = server.path(job, "started.json")
     started = json.loads(path.read_text())
     for who in started.values():
         process.kill_session(who)
@@ -298,3 +299,50 @@ def test_logs_are_followed_to_the_end(server: Server):
     followed = server.command("logs", "-f", str(job))
     assert followed.stdout.splitlines()[-1] == "done" and followed.stdout.count("begins") == 1
     assert server.show(job)["state"] == "done"
+
+
+def test_jobs_of_a_file_that_was_lost_are_asked_to_save_and_stop(server: Server):
+    server.start()
+    old = server.submit(LONG)
+    server.wait(old, "running", step=2)
+    run = Path(server.show(old)["run_dir"])
+    server.end()
+    (server.folder / "queue.sqlite").unlink()
+    server.start()
+    new = server.submit({})
+    assert server.wait(new, "done")["id"] == old and Path(server.show(new)["run_dir"]) != run
+    until(lambda: not list((server.folder / "attempts").iterdir()))
+    assert list((run / "checkpoints").iterdir()), "it has saved"
+
+
+@pytest.mark.parametrize(
+    ("env", "devices"),
+    [
+        ({}, ["0", "1", "2", "3"]),
+        ({"CUDA_VISIBLE_DEVICES": "3,1"}, ["3", "1"]),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-8a, 2,-1,0"}, ["GPU-8a", "2"]),
+    ],
+)
+def test_the_gpus_of_a_machine(monkeypatch, env: dict[str, str], devices: list[str]):
+    monkeypatch.setattr("megakit.launch.devices._listdir", lambda path: [f"nvidia{n}" for n in range(4)])
+    assert find_devices(None, env) == devices and has_gpus(devices)
+    assert find_devices(2, env) == ["cpu0", "cpu1"] and not has_gpus(["cpu0", "cpu1"]) and find_devices(0, env) == []
+
+
+def test_a_job_sees_the_gpus_that_it_is_given(server: Server):
+    """An agent without a server, on a machine that might have GPUs."""
+    server.folder.mkdir()
+    agent, run = Agent(server.folder, "gpu1", ["0", "3", "GPU-8a"]), server.work / "run"
+    order = {"want": "run", "config": "{}", "python": str(server.fake), "cwd": str(server.work), "umask": 0o22, "env": {}}
+    order |= {"run_dir": str(run), "checkpoints": str(run / "checkpoints"), "devices": ["3", "GPU-8a"], "grace_s": 9}
+    agent.obey({"5.3.ab": order})
+    until(lambda: agent.report()["attempts"]["5.3.ab"]["end"])
+    assert (run / "starts").read_text().split()[2:] == ["2", "<3,GPU-8a>"]
+    assert agent.report()["attempts"]["5.3.ab"] == {
+        "step": 3,
+        "loss": 1 / 3,
+        "checkpoint": None,
+        "end": {"code": 0, "line": "done"},
+    }
+    agent.obey({})
+    assert agent.report()["attempts"] == {}
