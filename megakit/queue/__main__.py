@@ -12,6 +12,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -48,6 +49,8 @@ def _list(args: argparse.Namespace) -> None:
 
 
 def _logs(args: argparse.Namespace) -> None:
+    from megakit.queue.wire import NoServer
+
     job = _ask(args, do="show", id=args.id)
     at, path = 0, job["log"]
     while True:
@@ -67,7 +70,8 @@ def _logs(args: argparse.Namespace) -> None:
         if not going:  # as it was before the last look, so that nothing of its end is missed
             return
         time.sleep(FOLLOW_S)
-        job = _ask(args, do="show", id=args.id)
+        with suppress(NoServer):  # the job goes on, and so does its log
+            job = _ask(args, do="show", id=args.id)
 
 
 def _cancel(args: argparse.Namespace) -> None:

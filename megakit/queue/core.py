@@ -23,7 +23,8 @@ RESTART_DELAY_S = 10.0
 """After the first failure; twice as long after each further one, at most ten minutes."""
 MAX_RESTART_DELAY_S = 600.0
 FINISHED_SHOWN = 10
-_USER = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,31}"
+_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}"
+"""A user's or machine's name."""
 
 
 class Queue:
@@ -59,9 +60,7 @@ class Queue:
     def exchange(self, report: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """Hear a machine's agent; what it must do now."""
         with self._store.transaction():
-            self._hear(report)
-            self._decide()
-            return self._orders(report["name"])
+            return self._serve(report)
 
     # requests
 
@@ -82,12 +81,12 @@ class Queue:
         quota = quotas.get(user, quotas.get(schedule.EVERYBODY))
         if quota is not None and gpus > quota:
             raise Refused(f"{needs}, the quota of {user} is {quota}: make its grid smaller, or have the quota raised")
-        run_dir = columns["run_dir"]
+        given = columns["run_dir"]
         for other in self._store.active():
-            if run_dir is not None and other.run_dir == run_dir:
-                raise Refused(f"run.dir = {run_dir} is that of job {other.id}, which is {other.state}: cancel it, or use another")
-        job = self._store.add({**columns, "run_dir": run_dir or "", "checkpoints": "", "submitted": time.time()})
-        run_dir = run_dir or _new_folder(os.path.join(columns["cwd"], "runs", f"{columns['name']}-q{job}"))
+            if given is not None and other.run_dir == given:
+                raise Refused(f"run.dir = {given} is that of job {other.id}, which is {other.state}: cancel it, or use another")
+        job = self._store.add(Job(id=0, submitted=time.time(), **columns))
+        run_dir = given or _new_folder(os.path.join(columns["cwd"], "runs", f"{columns['name']}-q{job}"))
         self._store.change(job, run_dir=run_dir, checkpoints=columns["checkpoints"] or os.path.join(run_dir, "checkpoints"))
         self._event(job, "submitted", f"by {user}: {schedule.counted(gpus)}, priority {columns['priority']}, {run_dir}")
         return {"id": job, "run_dir": run_dir}
@@ -144,7 +143,7 @@ class Queue:
     def _set_quota(self, request: Mapping[str, Any], peer: Peer) -> None:
         _owner_only(peer, "quotas are set")
         for user, gpus in request["quotas"].items():
-            if user != schedule.EVERYBODY and not re.fullmatch(_USER, user):
+            if user != schedule.EVERYBODY and not re.fullmatch(_NAME, user):
                 raise Refused(f"{user!r} is not a user's name: use letters, digits, '.', '_' and '-', or * for everybody else")
             self._store.set_quota(user, None if gpus is None else _whole(gpus, f"the quota of {user}", 0))
 
@@ -167,11 +166,14 @@ class Queue:
 
     def _exchange(self, request: Mapping[str, Any], peer: Peer) -> dict[str, dict[str, Any]]:
         _owner_only(peer, "machines are served")
-        self._hear(request["report"])
-        self._decide()
-        return self._orders(request["report"]["name"])
+        return self._serve(request["report"])
 
     # what follows
+
+    def _serve(self, report: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        self._hear(report)
+        self._decide()
+        return self._orders(report["name"])
 
     def _hear(self, report: Mapping[str, Any]) -> None:
         """Take in what an agent reports: who it is, what ended, how far the others are."""
@@ -180,7 +182,8 @@ class Queue:
         if known and known.host != row.host and self._is_up(row.name):
             raise Refused(f"{row.host} calls itself {row.name}, but so does {known.host}: give it another --name")
         if known != row:
-            check_name(row.name)
+            if not re.fullmatch(_NAME, row.name):
+                raise Refused(f"--name = {row.name!r} is not a machine's name: use letters, digits, '.', '_' and '-'")
             self._check_kind(row)
             self._store.set_machine(row)
             self._say(f"machine {row.name}: {_kind(row)}")
@@ -331,7 +334,7 @@ def _checked(job: Mapping[str, Any]) -> dict[str, Any]:
             raise Refused(f"{key} = {path!r} is not an absolute path in plain characters: use another")
         out[key] = path
     out["user"] = job["user"]
-    if out["user"] is not None and not re.fullmatch(_USER, _text(out["user"], "user")):
+    if out["user"] is not None and not re.fullmatch(_NAME, _text(out["user"], "user")):
         raise Refused(f"--user = {out['user']!r} is not a user's name: use letters, digits, '.', '_' and '-'")
     out["env"] = {_text(k, "env"): _text(v, "env") for k, v in job["env"].items()}
     for name in out["env"]:

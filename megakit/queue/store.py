@@ -18,26 +18,6 @@ from megakit.queue.outcome import QUEUED, RUNNING
 
 FILE = "queue.sqlite"
 FORMAT = 1
-_TABLES = """
-CREATE TABLE jobs (
-    id INTEGER PRIMARY KEY AUTOINCREMENT,
-    name TEXT NOT NULL, user TEXT NOT NULL, account TEXT NOT NULL, priority INTEGER NOT NULL, gpus INTEGER NOT NULL,
-    config TEXT NOT NULL, python TEXT NOT NULL, cwd TEXT NOT NULL, umask INTEGER NOT NULL, env TEXT NOT NULL,
-    run_dir TEXT NOT NULL, checkpoints TEXT NOT NULL, steps INTEGER NOT NULL, grace_s REAL NOT NULL,
-    max_restarts INTEGER NOT NULL, submitted REAL NOT NULL,
-    state TEXT NOT NULL, asked TEXT, machine TEXT, devices TEXT NOT NULL, attempt INTEGER NOT NULL, failures INTEGER NOT NULL,
-    not_before REAL NOT NULL, started REAL, ended REAL, code INTEGER, note TEXT NOT NULL,
-    step INTEGER, loss REAL, checkpoint INTEGER, checkpoint_at_start INTEGER
-);
-CREATE INDEX jobs_by_state ON jobs (state);
-CREATE TABLE events (
-    id INTEGER PRIMARY KEY AUTOINCREMENT, job INTEGER NOT NULL REFERENCES jobs, time REAL NOT NULL, kind TEXT NOT NULL,
-    text TEXT NOT NULL
-);
-CREATE INDEX events_by_job ON events (job);
-CREATE TABLE quotas (user TEXT PRIMARY KEY, gpus INTEGER NOT NULL);
-CREATE TABLE machines (name TEXT PRIMARY KEY, host TEXT NOT NULL, devices TEXT NOT NULL);
-"""
 
 
 @dataclass
@@ -101,6 +81,14 @@ class MachineRow:
 
 _JSON = ("env", "devices")
 _COLUMNS = [f.name for f in fields(Job)]
+_TABLES = f"""
+CREATE TABLE jobs (id INTEGER PRIMARY KEY AUTOINCREMENT, {", ".join(_COLUMNS[1:])});
+CREATE INDEX jobs_by_state ON jobs (state);
+CREATE TABLE events (id INTEGER PRIMARY KEY, job INTEGER REFERENCES jobs, time, kind, text);
+CREATE INDEX events_by_job ON events (job);
+CREATE TABLE quotas (user TEXT PRIMARY KEY, gpus INTEGER);
+CREATE TABLE machines (name TEXT PRIMARY KEY, host, devices);
+"""
 
 
 class Store:
@@ -145,9 +133,9 @@ class Store:
         except (sqlite3.Error, OSError) as error:
             raise StorageFailed(f"{self.path}: {error}: jobs go on; free space or repair it, then serve again") from error
 
-    def add(self, columns: dict[str, Any]) -> int:
-        """A new job; its number."""
-        values = self._encoded({**_defaults(), **columns})
+    def add(self, job: Job) -> int:
+        """Its number; the one that it has is not looked at."""
+        values = self._encoded({name: value for name, value in vars(job).items() if name != "id"})
         marks = ", ".join("?" * len(values))
         return self._db.execute(f"INSERT INTO jobs ({', '.join(values)}) VALUES ({marks})", [*values.values()]).lastrowid or 0
 
@@ -204,7 +192,3 @@ class Store:
     def _encoded(self, columns: dict[str, Any]) -> dict[str, Any]:
         assert set(columns) <= set(_COLUMNS), set(columns) - set(_COLUMNS)
         return {c: json.dumps(v) if c in _JSON else v for c, v in columns.items()}
-
-
-def _defaults() -> dict[str, Any]:
-    return {"state": QUEUED, "devices": [], "attempt": 0, "failures": 0, "not_before": 0.0, "note": ""}

@@ -295,6 +295,11 @@ def test_a_new_file_takes_no_run_folder_and_no_attempt_of_an_old_one(tmp_path: P
     assert new.job(1).state == "running"
 
 
+def test_a_machine_with_a_name_for_a_shell(cluster: Cluster):
+    with pytest.raises(Refused, match="--name = 'a b' is not a machine's name"):
+        cluster.queue.exchange({"name": "a b", "host": "x", "devices": ["cpu0"], "attempts": {}})
+
+
 def test_two_machines_of_one_name(cluster: Cluster):
     with pytest.raises(Refused, match="x calls itself m, but so does h-m"):
         cluster.queue.exchange({"name": "m", "host": "x", "devices": ["0"], "attempts": {}})

@@ -7,14 +7,16 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from megakit.queue import process
+from megakit.queue import process, wire
 from megakit.queue.agent import Agent, find_devices, has_gpus
-from tests.queue.conftest import Server, until
+from megakit.queue.server import claim
+from tests.queue.conftest import ROOT, Server, until
 
 LONG = {"steps": 10_000, "step_s": 0.05}
 
@@ -255,6 +257,24 @@ def test_others_can_neither_read_nor_write(server: Server):
     assert modes == {"q": 0o700, "lock": 0o600, "queue.sqlite": 0o600, "socket": 0o600, "attempts": 0o700}
 
 
+def test_members_of_a_group_are_let_in_by_choice(tmp_path: Path):
+    gid = os.getgroups()[-1] if os.getgroups() else os.getgid()
+    folder = tmp_path / "q"
+    before = os.umask(0o022)
+    try:
+        os.close(claim(folder, gid))
+        wire.listen(folder / "socket", 0o660, gid).close()
+    finally:
+        os.umask(before)
+    assert [(p.stat().st_mode & 0o777, p.stat().st_gid) for p in (folder, folder / "socket")] == [(0o710, gid), (0o660, gid)]
+
+
+def test_a_group_is_not_let_in_as_root(server: Server):
+    done = server.command("serve", "--slots", "1", "--group", "no-such-group")
+    says = "would let its members run jobs as root" if os.geteuid() == 0 else "there is no such group"
+    assert done.returncode == 2 and says in done.stderr
+
+
 @pytest.mark.parametrize(("name", "mode"), [("", 0o770), ("", 0o702), ("queue.sqlite", 0o660), ("queue.sqlite", 0o602)])
 def test_a_folder_or_file_that_others_can_write_is_refused(server: Server, name: str, mode: int):
     server.folder.mkdir()
@@ -295,9 +315,15 @@ def test_one_who_connects_and_says_nothing_holds_up_nobody_for_long(server: Serv
 
 def test_logs_are_followed_to_the_end(server: Server):
     server.start()
-    job = server.submit({"steps": 8, "step_s": 0.1})
-    followed = server.command("logs", "-f", str(job))
-    assert followed.stdout.splitlines()[-1] == "done" and followed.stdout.count("begins") == 1
+    job = server.submit({"steps": 12, "step_s": 0.2})
+    words = [sys.executable, "-m", "megakit.queue", "logs", "-f", str(job), "--folder", str(server.folder)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=ROOT) as follower:
+        assert follower.stdout and follower.stdout.readline().startswith("--- attempt 1")
+        server.end()
+        time.sleep(0.7)
+        server.start()
+        rest = follower.communicate(timeout=30)[0].splitlines()
+    assert rest == ["begins at 0", "done"] and follower.returncode == 0
     assert server.show(job)["state"] == "done"
 
 
