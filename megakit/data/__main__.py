@@ -14,9 +14,9 @@ from megakit.errors import EXIT_DONE, Refused
 
 HELP = Help(
     "python -m megakit.data show (+recipe=NAME | run=FOLDER) (step=N | step=N..M | document=PREFIX:D) [rank=R] [KEY=VALUE ...]",
-    "Show which documents a step reads: their text, file and place, and the ranks that read them; rank=R shows what one rank\n"
-    "reads. With document=PREFIX:D show which steps read document D (from 0) of a file. run=FOLDER is a run folder: its\n"
-    "config.yaml and the steps that it has recorded.",
+    "Show which documents a step reads: their text, file and place, and the ranks that read them; rank=R shows what one rank"
+    " reads. With document=PREFIX:D show which steps read document D (from 0) of a file. run=FOLDER is a run folder: its"
+    " config.yaml and the steps that it has recorded.",
     exit_codes="0 shown, 2 refused",
     options=(
         Option("--full", None, "the whole text of each document's part, in place of its beginning"),

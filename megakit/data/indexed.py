@@ -11,8 +11,8 @@ import bisect
 import hashlib
 import os
 import struct
+import weakref
 from dataclasses import dataclass
-from io import FileIO
 from typing import Optional
 
 import numpy as np
@@ -72,6 +72,7 @@ class IndexedFile:
         self._check_bin()
         self.tokens = os.path.getsize(self.bin_path) // self.dtype.itemsize
         self._bin = _open(self.bin_path)
+        weakref.finalize(self, os.close, self._bin)
         self.sidecar: Optional[Sidecar] = read_sidecar(prefix)
         if self.sidecar is not None:
             self._check_sidecar(self.sidecar)
@@ -83,9 +84,9 @@ class IndexedFile:
         """
         self._check_inside(start, count)
         wanted, at = count * self.dtype.itemsize, start * self.dtype.itemsize
-        data = os.pread(self._bin.fileno(), wanted, at)
+        data = os.pread(self._bin, wanted, at)
         while len(data) < wanted:  # one call gives 2 GiB at most
-            more = os.pread(self._bin.fileno(), wanted - len(data), at + len(data))
+            more = os.pread(self._bin, wanted - len(data), at + len(data))
             if not more:
                 raise Refused(f"{self.bin_path} became shorter than {at + wanted} bytes while it was used: make the data again")
             data += more
@@ -240,9 +241,9 @@ def _check_present(prefix: str) -> None:
     raise Refused(f"data path {prefix}: no file {' and no file '.join(missing)}: make them with tools/preprocess_data.py")
 
 
-def _open(path: str) -> FileIO:
+def _open(path: str) -> int:
     try:
-        return FileIO(path)
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as e:
         raise Refused(f"{path} can't be read: {e.strerror}") from None
 

@@ -94,6 +94,20 @@ def test_what_a_run_read(tmp_path: Path, texts: Path, model_path: Path, grid: An
     assert "config.yaml.1" in told["notes"][0]
 
 
+def test_who_reads_what(tmp_path: Path, texts: Path, model_path: Path, capsys: Any) -> None:
+    """2 replicas of 2 x 2 ranks, a batch of 8 in micro-batches of 2."""
+    sizes = {"train__global_batch_size": 8, "train__micro_batch_size": 2, "train__rampup_batch_size": None}
+    grid = {"parallel__dp": 2, "parallel__tp": 2, "parallel__pp": 2}
+    path = tmp_path / "recipe.yaml"
+    path.write_text(to_yaml(of_files(tmp_path / "run", texts, model_path, **sizes, **grid)))
+    (step,) = shown(capsys, f"--config-file={path}", "step=2")["steps"]
+    assert [s["position"] for s in step["samples"]] == list(range(8, 16))
+    assert [s["micro_batch"] for s in step["samples"]] == [0, 0, 1, 1] * 2
+    assert [s["ranks"] for s in step["samples"]] == [[0, 1, 2, 3]] * 4 + [[4, 5, 6, 7]] * 4
+    told = shown(capsys, f"--config-file={path}", "step=2", "rank=6")["steps"][0]["samples"]
+    assert told == step["samples"][4:]
+
+
 @pytest.fixture(params=["none", "best_fit"])
 def recipe(tmp_path: Path, texts: Path, model_path: Path, request: Any) -> str:
     path = tmp_path / "recipe.yaml"
