@@ -43,7 +43,7 @@ def test_all_parts_end_to_end(on_cpu, no_sanitizer, tmp_path, capsys):
     parts = found["parts"]
     assert list(parts) == list(gpu_check.PARTS) and [p["failed"] for p in parts.values()] == [[]] * 4
     numerics = parts["numerics"]["results"]
-    assert len({r["name"] for r in numerics}) == 17 and {r["dtype"] for r in numerics} == {"bfloat16", "float16", "float32"}
+    assert len({r["name"] for r in numerics}) == 18 and {r["dtype"] for r in numerics} == {"bfloat16", "float16", "float32"}
     assert all(0 < r["error"] < r["tolerance"] for r in numerics)
     assert "compute-sanitizer is not in PATH" in parts["sanitizer"]["missing"][0]
     copy, *speeds = parts["speed"]["results"]

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from megakit.ops.activation import gelu, swiglu
+from megakit.ops.attention import attention_block, attention_block_backward
 from megakit.ops.backends import CSRC
 from megakit.ops.dropout import dropout_add
 from megakit.ops.loss import loss_gradient_, loss_stats
@@ -63,6 +64,8 @@ class Case:
     compiles: bool = True
     """torch's operators are more than one kernel."""
     liger: Run | None = None
+    slack: float = 1.0
+    """Multiplies the tolerance: of sums over many products."""
 
 
 def _liger() -> Any:
@@ -191,6 +194,27 @@ def _scores(device: torch.device, s: Sizes, dtype: torch.dtype) -> Iterator[Case
         3 * scores.nbytes // 2,  # half of the scores is not read
         3 * scores.nbytes,
     )
+
+
+def attention_cases(device: torch.device, s: Sizes, dtype: torch.dtype) -> Iterator[Case]:
+    """Attention within a window, by torch's flash kernel where it can, for its values: not bound by memory, so not timed."""
+    head, window = min(128, s.hidden // s.heads // 8 * 8), s.seq // 3 + 1
+    draw = torch.Generator(device).manual_seed(1)  # its own: the other cases keep their numbers
+    shapes = ((s.batch, n, s.seq, head) for n in (s.heads, 1, 1, s.heads))
+    q, k, v, g = (torch.randn(shape, generator=draw, device=device, dtype=dtype) for shape in shapes)
+    seen = torch.ones(s.seq, s.seq, dtype=torch.bool, device=device).tril().triu(1 - window)
+
+    def ours(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, ...]:
+        out, lse = attention_block(q, k, v, causal=True, window=window)
+        return out, *attention_block_backward(g, q, k, v, out, lse, causal=True, window=window)
+
+    def theirs(*given: Tensor) -> tuple[Tensor, ...]:
+        with torch.enable_grad():
+            q, k, v, g = (t.detach().requires_grad_() for t in given)
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
+            return out.detach(), *torch.autograd.grad(out, (q, k, v), g)
+
+    yield Case("attention in a window, both passes", (q, k, v, g), ours, theirs, 0, slack=3.0)
 
 
 def flat_cases(device: torch.device, sizes: Sizes) -> Iterator[Case]:
