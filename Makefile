@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 EXTRAS := demo,log,test,dev
 
-.PHONY: setup demo test test-slow kernels lint clean
+.PHONY: setup demo test test-slow test-slurm kernels lint clean
 
 setup: .venv/.installed
 
@@ -26,6 +26,11 @@ test: setup .venv/.smollm2
 
 test-slow: setup .venv/.smollm2
 	$(BIN)/python -m pytest -m slow
+
+# A Slurm of four nodes on this machine; as root on Debian it is installed first.
+test-slurm: setup
+	command -v slurmctld >/dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends slurm-wlm munge iproute2; }
+	$(BIN)/python -m pytest -m slurm tests/slurm
 
 kernels: setup
 	$(BIN)/python -m megakit.ops.build

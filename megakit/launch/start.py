@@ -7,8 +7,10 @@ import os
 import shlex
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from megakit.config.batch import BatchSize
 from megakit.config.rules import cluster_world, model_ranks, planned_world, resolve
@@ -18,7 +20,7 @@ from megakit.launch import local
 from megakit.launch.devices import visible_gpus
 from megakit.launch.env import Ranks, check_tensor_parallel, ranks_from_env, restart_count
 from megakit.launch.verdict import stop_line
-from megakit.launch.worker import Report, end_with_parent, load_target, report_error
+from megakit.launch.worker import STOP_SIGNALS, Report, end_with_parent, load_target, report_error
 
 JOB = "megakit.train.job:run"
 AGREED = (EXIT_ASKED_TO_STOP, EXIT_NOT_FINITE)
@@ -91,7 +93,8 @@ def _run_here(cfg: Config, ranks: Ranks, target: str) -> int:
     if ranks.launcher == "torchrun":
         end_with_parent(signal.SIGTERM)  # torchrun, when killed or sent SIGUSR1, leaves its ranks behind: save and stop
     try:
-        return load_target(target)(cfg, ranks) or EXIT_DONE
+        with _stoppable():
+            return load_target(target)(cfg, ranks) or EXIT_DONE
     except KeyboardInterrupt:
         code = EXIT_ASKED_TO_STOP
         _say(stop_line(code, local.NOTHING_TO_SAVE))
@@ -109,6 +112,22 @@ def _run_here(cfg: Config, ranks: Ranks, target: str) -> int:
         sys.stderr.flush()
         os._exit(code)
     return code
+
+
+@contextmanager
+def _stoppable() -> Iterator[None]:
+    """Before the training loop listens, and after, what asks for a stop ends the rank as Ctrl-C does: with exit code 75."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    mine = [number for number in STOP_SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
+    for number in mine:
+        signal.signal(number, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for number in mine:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _tell(report: Report, ranks: Ranks) -> None:

@@ -124,6 +124,16 @@ def test_how_one_rank_fails(machine, capsys, monkeypatch):
     assert code == 75 and "nothing to save" in err and "Traceback" not in err
 
 
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_before_the_first_step_is_a_request_too(machine, capsys, monkeypatch, number):
+    """Slurm may send it while the ranks still import torch."""
+    machine(0)
+    before = signal.getsignal(number)
+    monkeypatch.setattr("megakit.launch.start.load_target", lambda name: lambda cfg, ranks: os.kill(os.getpid(), number))
+    assert launch(recipe()) == 75
+    assert "nothing to save" in capsys.readouterr().err and signal.getsignal(number) is before
+
+
 def test_local_ranks(tmp_path):
     code, out, _ = Job([sys.executable, "-c", START, "says_where", "parallel.dp=2"]).wait()
     assert (code, out) == (0, "local 2 2 None 0\n")
