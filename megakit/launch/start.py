@@ -20,7 +20,7 @@ from megakit.launch import local
 from megakit.launch.devices import visible_gpus
 from megakit.launch.env import Ranks, check_tensor_parallel, ranks_from_env, restart_count
 from megakit.launch.verdict import stop_line
-from megakit.launch.worker import STOP_SIGNALS, Report, end_with_parent, load_target, report_error
+from megakit.launch.worker import Report, end_with_parent, load_target, report_error
 
 JOB = "megakit.train.job:run"
 AGREED = (EXIT_ASKED_TO_STOP, EXIT_NOT_FINITE)
@@ -116,22 +116,25 @@ def _run_here(cfg: Config, ranks: Ranks, target: str) -> int:
 
 @contextmanager
 def _stoppable() -> Iterator[None]:
-    """Before the training loop listens, and after, what asks for a stop ends the rank as Ctrl-C does: with exit code 75."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    mine = [number for number in STOP_SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
-    for number in mine:
-        signal.signal(number, signal.default_int_handler)
+    """Before the training loop listens, and after, SIGUSR1 ends the rank as Ctrl-C does: with exit code 75.
+
+    Not SIGTERM: srun sends it to the ranks that are left when one has failed.
+    """
+    mine = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+    if mine:
+        signal.signal(signal.SIGUSR1, signal.default_int_handler)
     try:
         yield
     finally:
-        for number in mine:
-            signal.signal(number, signal.SIG_DFL)
+        if mine:
+            signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
 
 def _tell(report: Report, ranks: Ranks) -> None:
     """Say how this rank failed: at once where it is the cause, and in one line where it isn't."""
+    if ranks.launcher == "slurm" and report.code and threading.current_thread() is threading.main_thread():
+        # srun ends the ranks that are left with it, and its own code is the largest: a death of SIGTERM would hide the cause's
+        signal.signal(signal.SIGTERM, lambda number, frame: os._exit(report.code))
     who = "" if ranks.world == 1 else f"rank {ranks.rank} of {ranks.world}"
     if report.traceback and not report.consequence:
         _say((f"megakit: {who} failed:\n" if who else "") + report.traceback.rstrip())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -124,14 +125,34 @@ def test_how_one_rank_fails(machine, capsys, monkeypatch):
     assert code == 75 and "nothing to save" in err and "Traceback" not in err
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_before_the_first_step_is_a_request_too(machine, capsys, monkeypatch, number):
+def test_a_signal_before_the_first_step_is_a_request_too(machine, capsys, monkeypatch):
     """Slurm may send it while the ranks still import torch."""
     machine(0)
-    before = signal.getsignal(number)
-    monkeypatch.setattr("megakit.launch.start.load_target", lambda name: lambda cfg, ranks: os.kill(os.getpid(), number))
+    before = signal.getsignal(signal.SIGUSR1)
+    monkeypatch.setattr("megakit.launch.start.load_target", lambda name: lambda cfg, ranks: os.kill(os.getpid(), signal.SIGUSR1))
     assert launch(recipe()) == 75
-    assert "nothing to save" in capsys.readouterr().err and signal.getsignal(number) is before
+    assert "nothing to save" in capsys.readouterr().err and signal.getsignal(signal.SIGUSR1) is before
+
+
+def test_a_rank_that_srun_ends_after_its_own_failure_keeps_its_code(tmp_path):
+    """All ranks refuse alike, the first one's end makes srun end the others, and srun's code is the largest of all."""
+    env = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+    place = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n1", "SLURM_TASKS_PER_NODE": "2", "PYTHONPATH": str(ROOT)}
+    job = Job([sys.executable, "-c", START, "refused_by_all", "parallel.dp=2"], env={**env, **place})
+    deadline = time.monotonic() + 60
+    while not _catches(job.proc.pid, signal.SIGTERM) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    job.proc.terminate()
+    assert job.wait(30)[0] == 2
+
+
+def _catches(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return True
+    return bool(int(re.search(r"SigCgt:\s*(\w+)", status)[1], 16) >> (number - 1) & 1)
 
 
 def test_local_ranks(tmp_path):

@@ -32,7 +32,8 @@ optim: {{lr: 1e-3, schedule: constant}}
 checkpoint: {{interval_steps: 20}}
 log: {{console: lines}}
 cluster: {{nodes: 2, gpus_per_node: 2}}
-launch: {{device: cpu, threads_per_rank: 1, timeout_s: 60, slurm: {{cpus_per_task: 1, extra: ["--exclusive"], signal_lead_s: 40}}}}
+launch: {{device: cpu, threads_per_rank: 1, timeout_s: 60,
+  slurm: {{cpus_per_task: 1, extra: ["--exclusive"], signal_lead_s: 40}}}}
 run: {{name: tiny}}
 """
 
@@ -120,6 +121,16 @@ def test_a_job_that_reaches_its_time_limit_goes_on(user, swept, reference):
     got = user.losses(folder)
     assert sorted(got) == list(range(1, steps + 1)) and {s: got[s] for s in reference} == reference
     assert user.resumed(folder) and user.steps(folder) == steps
+
+
+def test_torchrun_of_each_node_passes_the_signal_on(user, reference):
+    job = user.submit("submit.template=torchrun")
+    folder = f"runs/tiny-{job}"
+    user.cluster.until(lambda: user.steps(folder) > 5, 240, "the first steps")
+    user.cluster.run("scancel", "--batch", "--signal=USR1", job)
+    ended = user.cluster.wait(job)
+    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), user.log(job)
+    assert user.losses(folder) == reference and len(user.resumed(folder)) == 1
 
 
 def test_a_cancelled_job_is_not_queued_again(user):

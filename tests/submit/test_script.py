@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -96,7 +97,7 @@ for i in $(seq 300); do sleep 0.1; done"""
 
 
 @pytest.mark.parametrize("template", ["srun", "torchrun"])
-@pytest.mark.parametrize("sent", [[signal.SIGUSR1], [signal.SIGUSR1, signal.SIGTERM], [signal.SIGTERM]])
+@pytest.mark.parametrize("sent", [[signal.SIGUSR1], [signal.SIGUSR1, signal.SIGTERM]])
 def test_a_signal_reaches_srun_and_75_queues_the_job_again(tmp_path, sent, template):
     bench = Bench(tmp_path, script(f"submit.template={template}"), STOPS)
     bench.wait_for("up")
@@ -105,6 +106,23 @@ def test_a_signal_reaches_srun_and_75_queues_the_job_again(tmp_path, sent, templ
         time.sleep(0.1)
     assert bench.end() == (75, "requeue 42\n")
     assert (tmp_path / "got").exists()
+
+
+def test_what_scancel_sends_lets_the_ranks_save_and_does_not_queue_the_job_again(tmp_path):
+    bench = Bench(tmp_path, script(), STOPS)
+    bench.wait_for("up")
+    bench.proc.send_signal(signal.SIGTERM)
+    assert bench.end() == (75, "") and (tmp_path / "got").exists() and "cancelled" in bench.out
+
+
+def test_a_signal_that_finds_no_python_yet_is_no_failure(tmp_path):
+    bench = Bench(tmp_path, script(), "touch $OUT/up; kill -STOP $$; exit 138")
+    bench.wait_for("up")
+    bench.proc.send_signal(signal.SIGUSR1)
+    time.sleep(0.3)
+    pid = subprocess.run(["pgrep", "-P", str(bench.proc.pid)], capture_output=True, text=True).stdout.split()[0]
+    os.kill(int(pid), signal.SIGCONT)
+    assert bench.end() == (75, "requeue 42\n")
 
 
 @pytest.mark.parametrize("code", [0, 2, 3, 4])
