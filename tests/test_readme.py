@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint import hf_models
+from tests.checkpoint.test_weights import with_tokenizer
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -37,7 +39,7 @@ def folder(tmp_path_factory) -> Path:
     words = ["the", "state", "of", "union", "is", "strong", "and", "people", "this", "nation", "know", "it", "well"]
     texts = [" ".join(words[(i * j) % len(words)] + str(j % 7) for j in range(60)) + f"\n{i}" for i in range(200)]
     (path / "corpus.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
-    hf_models.write(hf_models.llama()[0], path / "Llama-3.1-8B")
+    with_tokenizer(hf_models.write(hf_models.llama()[0], path / "Llama-3.1-8B"))
     return path
 
 
@@ -45,7 +47,7 @@ def folder(tmp_path_factory) -> Path:
 def test_python_command(command: str, folder: Path):
     for large, small in SMALLER.items():
         command = command.replace(large, small)
-    words = [sys.executable, *command.split()[1:]]
+    words = [sys.executable, *shlex.split(command)[1:]]
     done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=200)
     if command == NEEDS_GPUS:  # refused here, in one line
         assert done.returncode == 2 and "needs 32 GPUs" in done.stderr and done.stderr.count("\n") == 1

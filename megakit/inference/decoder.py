@@ -54,7 +54,8 @@ class Decoder:
         stage, length = self.stage, tokens_SB.shape[0]
         assert stage.embedding is not None
         positions = cache.extend(length) if cache else torch.arange(length, device=self.device)[:, None]
-        x, residual, rope = stage.embedding(tokens_SB, 0, positions), None, self._rope_at(positions)
+        x, residual = stage.embedding(tokens_SB, 0, positions), None
+        rope = self._rope_at(positions, cache.room if cache else length)
         for i, block in enumerate(stage.blocks):
             x, residual = block(x, rope, 0, None, residual, cache.layers[i] if cache else None)
         return x, residual
@@ -70,13 +71,12 @@ class Decoder:
         x, residual = self.read(tokens_SB, cache)
         return self.logits((x[-1:], None if residual is None else residual[-1:]))[0]
 
-    def _rope_at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Of positions [S, B or 1]: cos and sin [S, B or 1, 1, D/2]."""
+    def _rope_at(self, positions: torch.Tensor, below: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Of positions [S, B or 1], all of them less than `below`: cos and sin [S, B or 1, 1, D/2]."""
         if self.model.position_embedding != "rope":
             return None
-        longest = int(positions.max()) + 1
-        if self._rope is None or len(self._rope[0]) < longest:
-            size = 1 << math.ceil(math.log2(max(longest, 256)))
+        if self._rope is None or len(self._rope[0]) < below:
+            size = 1 << math.ceil(math.log2(max(below, 256)))
             cos, sin = rope_table(self.model, torch.arange(size, device=self.device))
             self._rope = cos[:, 0].to(self.dtype), sin[:, 0].to(self.dtype)
         cos, sin = self._rope

@@ -30,7 +30,7 @@ def generate(
     `count` tokens in the model's context.
     """
     check_room(decoder.context, prompts, count)
-    generators = [torch.Generator().manual_seed(seed) for seed in seeds] if how.temperature else []
+    generators = [torch.Generator().manual_seed(seed % 2**63) for seed in seeds] if how.temperature else []
     longest = max(len(prompt) for prompt in prompts)
     padding = [longest - len(prompt) for prompt in prompts]
     cache = decoder.cache(padding, longest + count)

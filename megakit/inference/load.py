@@ -64,10 +64,11 @@ def load(
     record = source.record or {}
     if "vocab_size" in record and bos is None:  # of a training run, whose data has no bos
         bos = False
+    ends, prefix = _ends(words, source.ids, Path(checkpoint)), _prefix(words, bos)
     decoder = Decoder(source.model, source, where, DTYPES[precision])
     parameters = parameter_count(Config(model=source.model))
     description = f"{source.model.family}, {parameters:,} parameters, {precision} on {where}, context {decoder.context:,}"
-    return LanguageModel(decoder, words, _ends(words, source.ids, Path(checkpoint)), _prefix(words, bos), description)
+    return LanguageModel(decoder, words, ends, prefix, description)
 
 
 def _tokenizer(source: WeightsSource, given: str | Path | None) -> Tokenizer:
