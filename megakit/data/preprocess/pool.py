@@ -22,8 +22,8 @@ from typing import Any, Optional, Union, cast
 
 from megakit.data.preprocess.blocks import Block
 from megakit.data.preprocess.worker import Result, Task, encode_block
-from megakit.data.tokenizer import load_tokenizer
-from megakit.data.tokenizer.fast import build_encoder
+from megakit.data.tokenizer import Tokenizer, load_tokenizer
+from megakit.data.tokenizer.fast import FAST, Encoder, EncoderDiffers, build_encoder
 from megakit.errors import Stop
 
 _QUEUED = 2  # blocks handed to a worker: the next one waits there
@@ -128,10 +128,11 @@ def _work(pipe: Connection, task: Task) -> None:
     threading.Thread(target=_take, args=(pipe, inbox), daemon=True).start()
     try:
         tokenizer = load_tokenizer(task.tokenizer)
+        guess = _fastest(tokenizer)
         name = inbox.get()
         if name is None:
             return
-        encoder = build_encoder(tokenizer, name)
+        encoder = guess if guess is not None and guess.name == name else build_encoder(tokenizer, name)
         while (work := inbox.get()) is not None:
             pipe.send(encode_block(work, task, tokenizer, encoder))
     except BrokenPipeError:
@@ -140,6 +141,16 @@ def _work(pipe: Connection, task: Task) -> None:
         _send(pipe, e)
     except BaseException:
         _send(pipe, traceback.format_exc())
+
+
+def _fastest(tokenizer: Tokenizer) -> Optional[Encoder]:
+    """The fastest encoder, which most often is the one: made while the parent still tries it on the input."""
+    try:
+        encoder = build_encoder(tokenizer, next(iter(FAST)))
+        encoder.encode_batch([" "])  # loads what is loaded late
+        return encoder
+    except EncoderDiffers:
+        return None
 
 
 def _take(pipe: Connection, inbox: queue.SimpleQueue[Any]) -> None:
