@@ -35,7 +35,7 @@ def sample_texts(sources: Sequence[Source], keys: tuple[str, ...], limit: int) -
 def _places(sources: Sequence[Source], keys: tuple[str, ...], limit: int) -> Iterator[Block]:
     """One block at each place; of a file that can't be cut by bytes, its beginning, once."""
     total = sum(source.size for source in sources)
-    last = -1
+    seen = Place(-1)
     for step in range(_PLACES):
         at = total * step // _PLACES
         number = 0
@@ -44,10 +44,12 @@ def _places(sources: Sequence[Source], keys: tuple[str, ...], limit: int) -> Ite
             number += 1
         source = sources[number]
         if source.form == LINES and not source.packing and not source.remote:
-            end = min(at + _WINDOW, source.size)
-            yield Block(ByteRange(source.path, at, end), number, Place(number, end), end)
-        elif number != last:
-            last = number
+            start = max(at, seen.offset) if number == seen.source else at
+            seen = Place(number, min(at + _WINDOW, source.size))
+            if start < seen.offset:
+                yield Block(ByteRange(source.path, start, seen.offset), number, seen, 0)
+        elif number != seen.source:
+            seen = Place(number)
             try:
                 yield from itertools.islice(plan_blocks(sources[number : number + 1], keys, Place(), _WINDOW, limit), 1)
             except Refused:
