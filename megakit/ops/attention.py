@@ -34,9 +34,8 @@ def attention_block(
     window: with causal, query i sees the keys i - window + 1 to i.
     """
     kernel = _kernel(q, allowed, keep)
-    if kernel == "cuda" and window is not None:  # [B, S, N, D] there; its window doesn't count the query itself
-        rows = (t.transpose(1, 2) for t in (q, k, v))
-        lengths, reach = (None, None, q.shape[2], k.shape[2]), {"window_size_left": window - 1, "window_size_right": 0}
+    if kernel == "cuda" and window is not None:
+        rows, lengths, reach = _flash(window, q, k, v)
         out, lse, *_ = torch.ops.aten._flash_attention_forward(*rows, *lengths, 0.0, causal, False, **reach)
         return out.transpose(1, 2), lse
     allowed = _within(window, allowed, q)
@@ -67,8 +66,7 @@ def attention_block_backward(
     """This block's parts of the gradients of q, k and v; `out` and `lse` are those of all keys of the row, merged."""
     kernel = _kernel(q, allowed, keep)
     if kernel == "cuda" and window is not None:
-        rows = (t.transpose(1, 2) for t in (g, q, k, v, out))
-        lengths, reach = (None, None, q.shape[2], k.shape[2]), {"window_size_left": window - 1, "window_size_right": 0}
+        rows, lengths, reach = _flash(window, g, q, k, v, out)
         unused = torch.empty(0, dtype=torch.int64, device=q.device)  # random state: there is no dropout
         grads = torch.ops.aten._flash_attention_backward(*rows, lse, *lengths, 0.0, causal, unused, unused, **reach)
         return tuple(t.transpose(1, 2) for t in grads)
@@ -116,6 +114,13 @@ def _kernel(q: torch.Tensor, allowed: torch.Tensor | None, keep: torch.Tensor | 
         return "cpu"
     fits = q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
     return "cuda" if fits and allowed is None else "plain"
+
+
+def _flash(window: int, *heads: torch.Tensor) -> tuple[list[torch.Tensor], tuple, dict[str, int]]:
+    """What torch's flash kernel takes: [B, S, N, D], the lengths, and the window, which doesn't count the query itself."""
+    length = heads[0].shape[2]
+    reach = {"window_size_left": window - 1, "window_size_right": 0}
+    return [t.transpose(1, 2) for t in heads], (None, None, length, length), reach
 
 
 def _within(window: int | None, allowed: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:

@@ -166,7 +166,8 @@ class _Sizes:
             yield Kept("attention: q, k, v", "S B (N + 2 G) D", (S, B, N + 2 * G, D), self.width, count)
         if self.model.qk_layernorm and not selective:
             statistics = 1 if self.model.normalization == "rmsnorm" else 2
-            yield Kept("attention: statistics of heads", "S B (N + G)", (statistics, S, B, N + G), 4, count)
+            formula = f"{statistics} S B (N + G)"
+            yield Kept("attention: statistics of heads", formula, (statistics, S, B, N + G), 4, count)
         if not selective and scores:
             yield Kept("attention: q, k, v in fp32", "3 S B N D", (3, S, B, N, D), 4, count)
             yield Kept("attention: scores, mask and weights", "3 B N S S", (3, B, N, S, S), 4, count)
