@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megakit.errors import Refused
-from megakit.launch.env import Ranks
+from megakit.launch.ranks import Ranks
 
 
 def visible_gpus(env: Mapping[str, str], root: Path = Path("/")) -> int:

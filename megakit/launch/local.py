@@ -23,8 +23,8 @@ from types import FrameType
 from megakit.config.schema import Config
 from megakit.errors import EXIT_ASKED_TO_STOP, EXIT_DONE, EXIT_FAILED
 from megakit.launch.devices import visible_gpus, wants_cuda
-from megakit.launch.env import Ranks
 from megakit.launch.guardian import Guardian, kill_group
+from megakit.launch.ranks import Ranks
 from megakit.launch.verdict import End, judge, process_state, stop_line, tail
 from megakit.launch.worker import STOP_SIGNALS, Report, Target, load_target, work
 

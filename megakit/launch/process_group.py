@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megakit.config.schema import Config
 from megakit.launch import run_folder
 from megakit.launch.devices import device_index, threads_per_rank, visible_gpus, wants_cuda
-from megakit.launch.env import Ranks
+from megakit.launch.ranks import Ranks
 
 
 def init(cfg: Config, ranks: Ranks) -> tuple[torch.device, timedelta]:

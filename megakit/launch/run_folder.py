@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 from megakit.config.schema import Config
 from megakit.config.typed import to_yaml
 from megakit.errors import Refused
-from megakit.launch.env import Ranks
+from megakit.launch.ranks import Ranks
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""From a recipe to running ranks: in this process, in local workers, or as the rank that torchrun or srun started."""
+"""From a recipe to running ranks: in this process, in local workers, or as the rank that torchrun, srun or mpirun started."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from megakit.config.schema import Config
 from megakit.errors import EXIT_ASKED_TO_STOP, EXIT_DONE, EXIT_NOT_FINITE, Refused
 from megakit.launch import local
 from megakit.launch.devices import visible_gpus
-from megakit.launch.env import Ranks, check_tensor_parallel, ranks_from_env, restart_count
+from megakit.launch.env import check_tensor_parallel, ranks_from_env
+from megakit.launch.ranks import Ranks, restart_count
 from megakit.launch.verdict import stop_line
 from megakit.launch.worker import Report, end_with_parent, load_target, report_error
 
@@ -104,7 +105,7 @@ def _run_here(cfg: Config, ranks: Ranks, target: str) -> int:
         _tell(report, ranks)
         if ranks.launcher == "torchrun" and code != EXIT_DONE and not report.consequence:
             _record_for_torchrun(exc)
-    if ranks.launcher == "slurm" and code in AGREED:
+    if ranks.launcher in ("slurm", "mpi") and code in AGREED:
         code = _speak_for_all(ranks, code)
     if ranks.world > 1:
         # tear-down could wait for peers that are gone, and change the exit code
@@ -153,7 +154,7 @@ def _tell(report: Report, ranks: Ranks) -> None:
 def _speak_for_all(ranks: Ranks, code: int) -> int:
     """The exit code of a rank after an end that all ranks agreed on: rank 0's, last of all, and 0 for the others.
 
-    srun --kill-on-bad-exit ends every rank as soon as one has a code, and would report their death in place of it.
+    srun --kill-on-bad-exit and mpirun end every rank as soon as one has a code, and would report their death in place of it.
     """
     if ranks.rank > 0:
         return EXIT_DONE

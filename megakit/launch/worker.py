@@ -19,7 +19,7 @@ from typing import NoReturn
 from megakit.config.schema import Config
 from megakit.errors import EXIT_FAILED, Stop
 from megakit.launch.devices import threads_per_rank
-from megakit.launch.env import Ranks
+from megakit.launch.ranks import Ranks
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """What asks a run to save and stop."""

@@ -18,7 +18,7 @@ from megakit.data.tokenizer import Tokenizer, load_tokenizer
 from megakit.errors import EXIT_DONE, Refused
 from megakit.launch import process_group, run_folder
 from megakit.launch.devices import has_bf16
-from megakit.launch.env import Ranks
+from megakit.launch.ranks import Ranks
 from megakit.observe.writer import MetricsWriter
 from megakit.parallel.comm import Comm
 from megakit.parallel.grid import Grid, ParallelState

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from megakit.config.schema import Config
 from megakit.errors import Stop
-from megakit.launch.env import Ranks
+from megakit.launch.ranks import Ranks
 from megakit.modeling.layout import model_stages, stage_params
 from megakit.planner.plan import make_plan
 from tests.pool import Pool

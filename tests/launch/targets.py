@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megakit.config.schema import Config
 from megakit.errors import AskedToStop, Refused, StorageFailed
 from megakit.launch import process_group, run_folder
-from megakit.launch.env import Ranks
+from megakit.launch.ranks import Ranks
 from megakit.parallel.comm import Comm
 from megakit.parallel.grid import Grid, ParallelState
 

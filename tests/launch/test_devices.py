@@ -8,7 +8,7 @@ import pytest
 
 from megakit.errors import Refused
 from megakit.launch.devices import cores, device_index, has_bf16, threads_per_rank, visible_gpus, wants_cuda
-from megakit.launch.env import Ranks
+from megakit.launch.ranks import Ranks
 
 
 def machine(root: Path, nodes: int = 0, listed: int = 0) -> Path:

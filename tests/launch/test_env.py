@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from megakit.errors import Refused
-from megakit.launch.env import Ranks, check_tensor_parallel, expand_nodelist, in_slurm_step, ranks_from_env, tasks_per_node
+from megakit.launch.env import check_tensor_parallel, ranks_from_env
+from megakit.launch.ranks import Ranks
+from megakit.launch.slurm_env import expand_nodelist, in_step, tasks_per_node
 
 
 @pytest.mark.parametrize(
@@ -124,9 +126,9 @@ def test_shells_of_slurm_are_no_ranks():
     interactive_step = slurm(0, 0, 0, "1", 1, SLURM_STEP_ID="4294967290")
     pty = slurm(0, 0, 0, "1", 1, SLURM_PTY_PORT="3333")
     for env in (batch, salloc, interactive_step, pty):
-        assert not in_slurm_step(env) and ranks_from_env(env) is None
+        assert not in_step(env) and ranks_from_env(env) is None
     del batch["ENVIRONMENT"]
-    assert in_slurm_step(batch)
+    assert in_step(batch)
 
 
 def test_torchrun_within_slurm():

@@ -14,7 +14,7 @@ from megakit.config.compose import compose
 from megakit.config.schema import Config
 from megakit.errors import Refused
 from megakit.launch import run_folder
-from megakit.launch.env import Ranks
+from megakit.launch.ranks import Ranks
 
 ROOT = Path(__file__).parents[2]
 
@@ -87,7 +87,7 @@ HOLD = """
 import sys
 from megakit.config.compose import compose
 from megakit.launch import run_folder
-from megakit.launch.env import Ranks
+from megakit.launch.ranks import Ranks
 class Alone:
     def broadcast_object(self, obj): return obj
 run_folder.prepare(compose(["+recipe=demo", "run.dir=x"]), Ranks(job_id="77"), Alone())

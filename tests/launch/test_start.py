@@ -17,7 +17,7 @@ import yaml
 from megakit.config.compose import compose
 from megakit.config.shrink import shrink
 from megakit.errors import Refused, StorageFailed
-from megakit.launch.env import Ranks
+from megakit.launch.ranks import Ranks
 from megakit.launch.start import launch, local_world
 from tests.launch.conftest import ROOT, Job
 

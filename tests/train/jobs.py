@@ -15,7 +15,7 @@ from typing import Any
 
 from megakit.config.schema import Config
 from megakit.errors import Stop
-from megakit.launch.env import Ranks
+from megakit.launch.ranks import Ranks
 from tests.tiny import tiny
 
 TIMEOUT_S = 120
