@@ -136,7 +136,7 @@ def _split(args: argparse.Namespace) -> None:
         bounds = rewrite.bounds_by_tokens(file, args.tokens)
     with _progress(_size_of([args.input])) as progress:
         for made in rewrite.split(file, bounds, args.output_prefix, overwrite=args.overwrite, progress=progress):
-            _say_made(made)
+            _say_made(IndexedFile(made))
 
 
 def _shares(text: str) -> list[float]:

@@ -12,7 +12,7 @@ from megakit.config.rules import total_steps
 from megakit.config.schema import Config
 from megakit.data import packed_index
 from megakit.data.built_once import Tell, built_once
-from megakit.data.indexed import IndexedFile
+from megakit.data.indexed import IndexedFile, open_all
 from megakit.data.mock import MockSource
 from megakit.data.packed import PackedSource
 from megakit.data.source import DocumentSource, FileSource
@@ -138,7 +138,7 @@ def _source(
 def _open(cfg: Config, prefixes: list[str]) -> list[IndexedFile]:
     """Open and check the corpora; what a sidecar would tell is scanned where there is none."""
     fingerprint = tokenizer_fingerprint(cfg.data.tokenizer) if cfg.data.tokenizer else None
-    files = [IndexedFile(prefix) for prefix in prefixes]
+    files = open_all(prefixes)
     for file in files:
         _check_tokenizer(cfg, file, fingerprint)
     return files

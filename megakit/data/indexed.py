@@ -10,8 +10,10 @@ from __future__ import annotations
 import bisect
 import hashlib
 import os
+import resource
 import struct
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Optional
 
@@ -30,6 +32,7 @@ _PART_SCAN = 10_000_000
 _CHECKED_SEQUENCES = 5_000_000  # at each end of the index
 _SEQUENCES = 1 << 20  # read at once
 _HASHED = 1 << 16  # bytes at each end of each file
+_OTHER_FILES = 512  # that a process has open besides corpora
 _NUMBER = struct.Struct("<q")
 
 
@@ -239,6 +242,21 @@ def _check_present(prefix: str) -> None:
     if ending in (".bin", ".idx"):
         raise Refused(f"data path {prefix}: give the prefix without {ending}, the name is completed to .bin and .idx")
     raise Refused(f"data path {prefix}: no file {' and no file '.join(missing)}: make them with tools/preprocess_data.py")
+
+
+def open_all(prefixes: Sequence[str]) -> list[IndexedFile]:
+    """Corpora, of which there may be thousands: each takes two open files, of which a process may usually have 1,024. That limit
+    is raised where it has to be; Refused if it can't be."""
+    wanted = 2 * len(prefixes) + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        if hard != resource.RLIM_INFINITY and hard < wanted:
+            raise Refused(
+                f"{len(prefixes)} corpora take {wanted} open files, a process may have {hard} here (ulimit -Hn): merge some of"
+                " them with tools/dataset.py merge"
+            )
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return [IndexedFile(prefix) for prefix in prefixes]
 
 
 def _open(path: str) -> int:

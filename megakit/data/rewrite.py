@@ -15,7 +15,7 @@ from typing import Optional
 
 import numpy as np
 
-from megakit.data.indexed import DTYPES, IndexedFile
+from megakit.data.indexed import DTYPES, IndexedFile, open_all
 from megakit.data.sidecar import Sidecar, sidecar_bytes
 from megakit.data.split import nearest_document
 from megakit.data.writer import check_free, discard, publish, unfinished, write_index
@@ -60,7 +60,7 @@ def merge(
     Token types may differ, the narrowest that holds them all is written. Refused unless all were made with one tokenizer, as
     their sidecars say; with `sidecar` false that is not asked, and none is written.
     """
-    files = [IndexedFile(one) for one in prefixes]
+    files = open_all(prefixes)
     dtype = _widened(files)
     joined = _joined_sidecar(files, dtype) if sidecar else None
     write([Part(file, 0, file.documents) for file in files], prefix, dtype, joined, overwrite, progress)
@@ -69,8 +69,8 @@ def merge(
 
 def split(
     file: IndexedFile, bounds: Sequence[int], prefix: str, *, overwrite: bool = False, progress: Optional[Progress] = None
-) -> list[IndexedFile]:
-    """Documents [bounds[i], bounds[i + 1]) as PREFIX-0, PREFIX-1, ..., numbers as wide as the last one; opened.
+) -> list[str]:
+    """Documents [bounds[i], bounds[i + 1]) as PREFIX-0, PREFIX-1, ..., numbers as wide as the last one; these prefixes.
 
     All names are checked before the first part is written, and no part stays if one fails.
     """
@@ -88,7 +88,7 @@ def split(
         for name in made:
             discard({end: f"{name}.{end}" for end in ("idx", "bin", "json")})
         raise
-    return [IndexedFile(name) for name in names]
+    return names
 
 
 def bounds_by_documents(file: IndexedFile, each: int) -> list[int]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -185,6 +187,21 @@ def test_reads_that_the_kernel_cuts(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert file.read(10, 15).tolist() == tokens[10:25].tolist()
     with pytest.raises(Refused, match=r"a\.bin became shorter than 52 bytes"):
         file.read(10, 16)
+
+
+def test_more_corpora_than_open_files(tmp_path: Path) -> None:
+    """In a process of its own, for the limit stays raised."""
+    write_corpus(tmp_path / "a", [10])
+    code = (
+        "import resource; from megakit.data.indexed import open_all\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (40, 1000))\n"
+        f"files = open_all([{str(tmp_path / 'a')!r}] * 200)\n"
+        "print({len(file.read(0, 10)) for file in files})\n"
+        f"open_all(['a'] * 245)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=60)
+    assert done.stdout == "{10}\n", done.stderr
+    assert "Refused: 245 corpora take 1002 open files, a process may have 1000 here" in done.stderr
 
 
 @pytest.mark.parametrize("lengths", [[5, 7, 3], [1, 1, 1, 1], [0, 4, 0, 0, 3, 0], [9, *([1] * 40)], [9], [900, *([1] * 40), 30]])
