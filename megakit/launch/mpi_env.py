@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from megakit.errors import Refused
 from megakit.launch.ranks import Place, Ranks, check, integer, restart_count
 
-OPEN_MPI = {
+OPEN_MPI: dict[str, tuple[str, ...]] = {
     "rank": ("OMPI_COMM_WORLD_RANK",),
     "size": ("OMPI_COMM_WORLD_SIZE",),
     "local_rank": ("OMPI_COMM_WORLD_LOCAL_RANK",),
     "local_size": ("OMPI_COMM_WORLD_LOCAL_SIZE",),
 }
-PMI = {
+PMI: dict[str, tuple[str, ...]] = {
     "rank": ("PMI_RANK",),
     "size": ("PMI_SIZE",),
     "local_rank": ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),  # MPICH and Intel MPI; Cray
