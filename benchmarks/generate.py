@@ -2,7 +2,7 @@
 
     python benchmarks/generate.py [--model FOLDER] [--new 64] [--rounds 3] [--threads 1] [--device cpu|cuda] [--dtype fp32]
 
-Without a folder a Llama of 60 M parameters with random weights. Cases: one prompt and eight, of 16 and of 256 tokens. Each
+Without a folder a Llama of 56 M parameters with random weights. Cases: one prompt and eight, of 16 and of 256 tokens. Each
 round runs both, one behind the other, greedily and without an end token; the best round of each counts. Ratios are
 transformers' seconds over megakit's. The tokens are compared too.
 """

@@ -11,6 +11,8 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from megakit.errors import Refused
 from megakit.inference.generator import generate
 from megakit.inference.load import LanguageModel, load
@@ -46,7 +48,7 @@ class EvaluatedModel:
         """Of each text: the logarithm of its probability, in windows where it is longer than the model's context."""
         cut = [list(windows(self._encode(text), self.first, self.model.decoder.context)) for text in texts]
         scores = iter(score(self.model.decoder, [pair for text in cut for pair in text], self.batch_size))
-        totals = [sum(next(scores).logprob for _ in text) for text in cut]
+        totals = [sum((next(scores).logprob for _ in text), 0.0) for text in cut]
         done(len(totals))
         return totals
 
@@ -141,6 +143,8 @@ def register() -> type:
             super().__init__()
             if not str(batch_size).isdigit() or int(batch_size) < 1:
                 raise Refused(f"batch_size = {batch_size}: give a number of texts, 1 or more")
+            if device == "cuda:0" and not torch.cuda.is_available():  # what lm_eval says where nobody has said anything
+                device = None
             self.evaluated = EvaluatedModel(load(path, device, dtype, tokenizer, add_bos_token), int(batch_size), max_gen_toks)
             self._device = self.evaluated.model.decoder.device
 

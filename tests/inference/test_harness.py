@@ -55,7 +55,7 @@ def test_loglikelihood(both):
 def test_rolling(both):
     """The last text is longer than the model's context of 64: windows of it, and no token twice."""
     ours, theirs, words = both
-    texts = [*TEXTS, TEXTS[0] * 9]
+    texts = [*TEXTS, "", TEXTS[0] * 9]
     got = ours.loglikelihood_rolling(texts, lambda n: None)
     for text, total in zip(texts, got):
         ids = [600, *words(text)["input_ids"]]
@@ -109,6 +109,7 @@ class LM:
 
 def test_the_interface(tmp_path, monkeypatch):
     models: dict[str, type] = {}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
     def register_model(*names):
         return lambda cls: [models.__setitem__(name, cls) for name in names] and cls
@@ -121,7 +122,7 @@ def test_the_interface(tmp_path, monkeypatch):
     registry.register_model = register_model
     monkeypatch.setitem(sys.modules, "lm_eval.api.registry", registry)
     assert harness.register() is models["megakit"] and issubclass(models["megakit"], LM)
-    asked = {"batch_size": "2", "max_batch_size": None, "device": "cpu"}  # what lm_eval adds to model_args
+    asked = {"batch_size": "2", "max_batch_size": None, "device": "cuda:0"}  # what lm_eval adds to model_args
     model = models["megakit"].create_from_arg_obj({"path": str(hugging_face(tmp_path)), "dtype": "fp32"}, asked)
     assert model._device == torch.device("cpu") and model.tokenizer_name.endswith("tokenizer.json")
     requests = [SimpleNamespace(args=("the of", " and")), SimpleNamespace(args=("a", " is that"))]
