@@ -125,7 +125,7 @@ def _hugging_face(gigatoken: Any, tokenizer: HuggingFaceTokenizer) -> Way:
     split = None
     pre_tokenizer = _settings(tokenizer.tokenizer.pre_tokenizer)
     if (rest := _behind_digits(pre_tokenizer, tokenizer.added_tokens)) is not None:
-        changes["pre_tokenizer"], split = rest, _cut_at_numbers
+        changes["pre_tokenizer"], split = rest, cut_at_numbers
     lacking = _lacking_bytes(tokenizer, pre_tokenizer)
     known_ids = tokenizer.vocab_size if lacking else None
     data = _changed(tokenizer.data, changes, dict(zip(lacking, range(tokenizer.vocab_size, tokenizer.vocab_size + 256))))
@@ -170,7 +170,8 @@ def _behind_digits(settings: dict[str, Any], added: list[str]) -> Optional[dict[
     return dict(parts[1])
 
 
-def _cut_at_numbers(text: str) -> list[str]:
+def cut_at_numbers(text: str) -> list[str]:
+    """`text` cut around each number: parts without one, which may be empty, and single characters in turn."""
     if text.isascii():
         return _ASCII_DIGIT.split(text)
     # Python looks up characters to U+FFFF at once, and compares those above one by one

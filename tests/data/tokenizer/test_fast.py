@@ -15,12 +15,13 @@ import gigatoken
 import numpy as np
 import pytest
 import sentencepiece
-from tokenizers import normalizers
+from tokenizers import normalizers, pre_tokenizers
 
 from megakit.data.tokenizer import Tokenizer, fast, giga, load_tokenizer
 from megakit.data.tokenizer.encoder import Encoder, EncoderDiffers, ReferenceEncoder, SegmentsEncoder, Unsupported
 from megakit.data.tokenizer.fast import Choice, build_encoder, choose_encoder, first_difference
 from megakit.data.tokenizer.giga import GigatokenEncoder
+from megakit.data.tokenizer.giga_ways import cut_at_numbers
 from megakit.data.tokenizer.new_characters import has_new_character
 from tests.data.corpus import made_up_text, plain_text
 from tests.data.tokenizer.made import byte_level, folder, rank_file
@@ -154,7 +155,7 @@ def test_new_characters() -> None:
 class Wrong(ReferenceEncoder):
     """The reference, but for texts with a certain character."""
 
-    name = "wrong"
+    hidden = ""
 
     def __init__(self, tokenizer: Tokenizer):
         super().__init__(tokenizer)
@@ -164,7 +165,7 @@ class Wrong(ReferenceEncoder):
         ids, lengths = super().encode_batch(texts)
         ends = np.cumsum(lengths)
         for i, text in enumerate(texts):
-            if "\u2603" in text:
+            if "\u2603" in text or (self.hidden and self.hidden in text):
                 ids[ends[i] - 1] += 1
         return ids, lengths
 
@@ -179,6 +180,35 @@ def test_an_encoder_that_differs_on_the_sample_is_not_chosen(model_path: Path, m
     found = choose_encoder(tokenizer, [*many, "of \u2603 of", *many])  # one text among four thousand
     assert found.encoder == "sentencepiece"
     assert found.reason == "wrong: other ids for the text that begins 'of \u2603 of'"
+
+
+@pytest.mark.parametrize("hidden", ["\u1abf", "WE'LL", "\t\n  ", "<0x41>"])
+def test_awkward_texts_are_tried_whatever_the_sample(model_path: Path, monkeypatch: pytest.MonkeyPatch, hidden: str) -> None:
+    monkeypatch.setattr(fast, "FAST", {"wrong": Wrong})
+    monkeypatch.setattr(Wrong, "hidden", hidden)
+    assert choose_encoder(load_tokenizer(model_path), ["the of and"]).encoder == "sentencepiece"
+
+
+def test_numbers_are_cut_as_the_library_cuts_them() -> None:
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    for text in ["a1b23", "12", "", "x", "٣٤½①Ⅷ一二", "a\U0001d7ce\U0001d7cf9b\U0001f600", *odd_texts(300, seed=4)]:
+        if not has_new_character(text):
+            assert [part for part in cut_at_numbers(text) if part] == [part for part, _ in digits.pre_tokenize_str(text)]
+
+
+def test_control_pieces_are_not_made_of_their_parts(tmp_path: Path) -> None:
+    """This model has the pieces `</s` and `>`, and `</s>` with the end's id."""
+    lines = iter(["x</s y</s z</s w> v> a</s b"] * 50)
+    model = io.BytesIO()
+    options = {"model_type": "bpe", "byte_fallback": True, "vocab_size": 275, "minloglevel": 2, "num_threads": 1, **IDENTITY}
+    options["split_by_unicode_script"] = False
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=lines, model_writer=model, **options)
+    (tmp_path / "a.model").write_bytes(model.getvalue())
+    tokenizer = load_tokenizer(tmp_path / "a.model")
+    pieces = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+    assert {"</s", ">"} <= {pieces.id_to_piece(i) for i in range(275)}
+    assert tokenizer.eos not in tokenizer.encode("x</s>")
+    check(GigatokenEncoder(tokenizer), tokenizer, ["x</s>", "</s> y<unk><s>"])
 
 
 def test_an_encoder_that_differs_later_is_found(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
