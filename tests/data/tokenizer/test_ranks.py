@@ -59,6 +59,9 @@ def test_llama3(tmp_path: Path) -> None:
     assert (special["<|start_header_id|>"], special["<|eot_id|>"]) == (128_006, 128_009)
     assert (special["<|reserved_special_token_3|>"], special["<|reserved_special_token_4|>"]) == (128_005, 128_008)
     assert special["<|reserved_special_token_250|>"] == 128_255
+    assert ours.decode([128_000, *ours.encode("the"), 128_255]) == "the"
+    with pytest.raises(Refused, match=r"lone surrogate U\+DC00"):
+        ours.encode("the \udc00")
 
 
 def converted(path: Path) -> Any:
