@@ -120,7 +120,7 @@ def _hugging_face(gigatoken: Any, tokenizer: HuggingFaceTokenizer) -> Way:
             return text
         changed = normalize(text)
         # added tokens are cut out before the rest is normalised: a mark behind one must not change its last character
-        return changed if changed == text or not added.search(text) else None
+        return None if changed != text and (added.search(text) or added.search(changed)) else changed
 
     split = None
     pre_tokenizer = _settings(tokenizer.tokenizer.pre_tokenizer)

@@ -56,7 +56,11 @@ class HuggingFaceTokenizer(Tokenizer):
         names.setdefault("unk", unk)
         ids: dict[str, Optional[int]] = {role: self._id(path, role, name) for role, name in names.items()}
         if not any(ids.get(role) is not None for role in ("bos", "eos", "pad")):
-            ids = {**ids, **ids_of_model_config(path)}
+            by_model = ids_of_model_config(path)
+            for role, token in by_model.items():
+                if token not in self._vocab.values():
+                    raise Refused(f"config.json beside {path} has {role}_token_id {token}, which it doesn't hold: correct one")
+            ids = {**ids, **by_model}
         eod = ids.get("eos")
         if eod is None:
             eod = next((self._vocab[name] for name in ENDS if name in self._vocab), None)

@@ -86,6 +86,8 @@ def test_refusals(tmp_path: Path) -> None:
         load_tokenizer(folder(tmp_path / "other", made, tokenizer_config={"eos_token": "</s>"}))
     with pytest.raises(Refused, match="no token to end documents with: name its eos_token"):
         load_tokenizer(folder(tmp_path / "none", byte_level("gpt2", specials=["<|im_start|>"])))
+    with pytest.raises(Refused, match=r"eos_token_id 999, which it doesn't hold"):
+        load_tokenizer(folder(tmp_path / "ids", made, config={"eos_token_id": 999}))
     broken = folder(tmp_path / "broken", made)
     (broken / "tokenizer_config.json").write_text("{")
     with pytest.raises(Refused, match=r"tokenizer_config\.json can't be read"):
