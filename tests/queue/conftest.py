@@ -44,6 +44,7 @@ while step < plan.get("steps", 3):
         print("\\x1b[31mValueError: planted at", step, flush=True)
         sys.exit(plan["code"])
     if asked:
+        time.sleep(plan.get("stop_s", 0))
         save()
         sys.exit(75)
     time.sleep(plan.get("step_s", 0.02))

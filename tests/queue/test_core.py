@@ -379,6 +379,14 @@ def test_a_file_of_a_later_version(tmp_path: Path):
         Store(tmp_path)
 
 
+def test_a_change_that_is_broken_off_is_none(cluster: Cluster):
+    cluster.submit()
+    with pytest.raises(ZeroDivisionError), cluster.store.transaction():
+        cluster.store.change(1, name="other")
+        raise ZeroDivisionError
+    assert cluster.job(1).name == "run"
+
+
 def test_a_disk_that_is_full_changes_nothing(cluster: Cluster):
     cluster.submit()
     pages = cluster.store._db.execute("PRAGMA page_count").fetchone()[0]

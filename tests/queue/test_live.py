@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ import pytest
 
 from megakit.queue import process, wire
 from megakit.queue.agent import Agent, find_devices, has_gpus
+from megakit.queue.runner import EXIT_TAKEN
 from megakit.queue.server import claim
 from tests.queue.conftest import ROOT, Server, until
 
@@ -119,6 +121,37 @@ def test_an_attempt_that_was_not_begun_is_begun_once(server: Server):
     until(lambda: len(server.starts(job)) == 1)
     time.sleep(0.3)
     assert len(server.starts(job)) == 1 and server.show(job)["attempt"] == 1
+
+
+def test_an_attempt_is_run_by_one_runner(server: Server, tmp_path: Path):
+    """Whatever else starts a second one."""
+    order = {"log": str(tmp_path / "log"), "cwd": str(tmp_path), "umask": 0, "title": "first", "command": ["/bin/echo", "ran"]}
+    (tmp_path / "order.json").write_text(json.dumps(order))
+    with open(tmp_path / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert run_attempt(tmp_path) == EXIT_TAKEN
+    assert not (tmp_path / "log").exists()
+    assert run_attempt(tmp_path) == 0 and json.loads((tmp_path / "ended.json").read_text()) == {"code": 0}
+    assert run_attempt(tmp_path) == EXIT_TAKEN
+    (tmp_path / "ended.json").unlink()
+    assert run_attempt(tmp_path) == EXIT_TAKEN
+    assert (tmp_path / "log").read_text().splitlines()[1:] == ["ran"]
+
+
+def run_attempt(folder: Path) -> int:
+    code = f"import sys; from megakit.queue.runner import main; sys.argv = ['', {str(folder)!r}]; main()"
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=30).returncode
+
+
+def test_signals_reach_a_job_that_does_not_wait_for_them(server: Server):
+    """As a run that still imports torch."""
+    server.start()
+    server.fake.write_text("#!/bin/sh\nexec sleep 60\n")
+    job = server.submit()
+    server.wait(job, "running")
+    server.attempt(job)
+    server.ask(do="cancel", id=job)
+    assert server.wait(job, "cancelled")["note"] == "cancelled: signal 15"
 
 
 def test_preempted_by_a_higher_priority_and_resumed_in_place(server: Server):
@@ -329,14 +362,15 @@ def test_logs_are_followed_to_the_end(server: Server):
 
 def test_jobs_of_a_file_that_was_lost_are_asked_to_save_and_stop(server: Server):
     server.start()
-    old = server.submit(LONG)
+    old = server.submit({**LONG, "stop_s": 2})
     server.wait(old, "running", step=2)
     run = Path(server.show(old)["run_dir"])
     server.end()
     (server.folder / "queue.sqlite").unlink()
     server.start()
     new = server.submit({})
-    assert server.wait(new, "done")["id"] == old and Path(server.show(new)["run_dir"]) != run
+    shown = server.wait(new, "done")
+    assert (shown["id"], shown["attempt"], shown["step"]) == (old, 1, 3) and Path(shown["run_dir"]) != run
     until(lambda: not list((server.folder / "attempts").iterdir()))
     assert list((run / "checkpoints").iterdir()), "it has saved"
 
