@@ -24,5 +24,6 @@ def test_a_plain_command_finds_what_it_needs(script: Path, tmp_path: Path):
 
 def test_all_benchmarks_are_here():
     assert [path.stem for path in SCRIPTS] == [
-        "data", "generate", "parity", "per_document", "pipeline", "planner_accuracy", "planner_peers", "preprocess", "train_cpu"
+        "convert", "data", "generate", "parity", "per_document", "pipeline", "planner_accuracy", "planner_peers", "preprocess",
+        "train_cpu",
     ]  # fmt: skip

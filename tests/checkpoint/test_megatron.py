@@ -18,6 +18,7 @@ from megakit.errors import Refused
 from tests.checkpoint import hf_models
 from tests.checkpoint.hf_models import convert
 from tests.checkpoint.megatron_made import args_of, write_ranks, write_torch_dist
+from tests.model_zoo.test_on_transformers import make
 from tools.convert_ckpt import main
 
 TOKENS = torch.randint(0, 101, (2, 32), generator=torch.Generator().manual_seed(3))
@@ -31,7 +32,7 @@ def same_logits(source, model):
     """By our decoder, and by transformers after an export."""
     ours = logits(whole_model(source, torch.float32, 32), TOKENS)
     with torch.no_grad():
-        torch.testing.assert_close(ours, model(TOKENS).logits, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(ours, model(TOKENS).logits, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("tp", "pp", "vpp", "old"), [(1, 1, 1, False), (2, 2, 1, False), (2, 2, 2, False), (2, 2, 1, True)])
@@ -177,3 +178,15 @@ def test_arguments(tmp_path):
     assert model_of(args_of(hf_models.gpt2()[0]), 101, tmp_path).activation == "gelu_tanh"
     assert model_of(args_of(hf_models.gpt2()[0]), 101, tmp_path).family == "gpt2"
     assert model_of(args_of(llama()), 101, tmp_path).family == "llama"
+
+
+@pytest.mark.parametrize(("name", "window"), [("qwen2", (10, 0)), ("qwen3", None)])
+def test_families(tmp_path, name, window):
+    """Biases of queries, keys and values, and a window of 11 tokens; norms of queries and keys, and heads of their own width."""
+    model, cfg = make(tmp_path / "hf", name, 8, 2)
+    ranks = write_ranks(model, tmp_path / "ranks", tp=2, pp=2, window_size=window)
+    for folder in (ranks, write_torch_dist(model, tmp_path / "dist", window_size=window)):
+        source = open_megatron(folder, 101, None)
+        assert source.model.family == cfg.model.family == name
+        same_logits(source, model)
+        compare(source, convert(source, "hf", folder / "out"))
