@@ -119,7 +119,7 @@ def _source(args: argparse.Namespace) -> WeightsSource:
 
 def _verification(args: argparse.Namespace, source: WeightsSource) -> Callable[[Path], None]:
     """Compares the finished folder with SRC, and prints what was found."""
-    from megakit.checkpoint.compare import check_memory, compare
+    from megakit.inference.compare import check_memory, compare
 
     check_memory(source)
     return lambda written: print(f"verified: {compare(source, written, args.tolerance)}")

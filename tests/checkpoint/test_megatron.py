@@ -10,11 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megakit.checkpoint.compare import compare
 from megakit.checkpoint.megatron import model_of, open_megatron
 from megakit.checkpoint.weights import open_weights
-from megakit.checkpoint.whole_model import logits, whole_model
 from megakit.errors import Refused
+from megakit.inference.compare import by_megakit, compare
 from tests.checkpoint import hf_models
 from tests.checkpoint.hf_models import convert
 from tests.checkpoint.megatron_made import args_of, write_ranks, write_torch_dist
@@ -30,9 +29,8 @@ def llama(**options):
 
 def same_logits(source, model):
     """By our decoder, and by transformers after an export."""
-    ours = logits(whole_model(source, torch.float32, 32), TOKENS)
     with torch.no_grad():
-        torch.testing.assert_close(ours, model(TOKENS).logits, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(by_megakit(source, TOKENS), model(TOKENS).logits, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("tp", "pp", "vpp", "old"), [(1, 1, 1, False), (2, 2, 1, False), (2, 2, 2, False), (2, 2, 1, True)])

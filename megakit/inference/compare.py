@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 
 from megakit.checkpoint.weights import WeightsSource, open_weights
-from megakit.checkpoint.whole_model import logits, whole_model
 from megakit.config.schema import Config
 from megakit.errors import Refused, Stop
+from megakit.inference.decoder import Decoder
 from megakit.modeling.layout import context_length, parameter_count
 
 BATCH, LENGTH = 1, 256
@@ -99,8 +99,14 @@ def _see(source: WeightsSource, tokens: torch.Tensor) -> Seen:
     elif source.kind == "hf" and importlib.util.find_spec("transformers"):
         by, found = "transformers", _by_transformers(source.path, tokens)
     else:
-        by, found = "megakit", logits(whole_model(source, torch.float32, tokens.shape[1]), tokens)
+        by, found = "megakit", by_megakit(source, tokens)
     return Seen(by, found, F.cross_entropy(found[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).item())
+
+
+def by_megakit(source: WeightsSource, tokens: torch.Tensor) -> torch.Tensor:
+    """[B, S] -> [B, S, V] in fp32, by megakit's decoder."""
+    decoder = Decoder(source.model, source, torch.device("cpu"), torch.float32)
+    return decoder.logits(decoder.read(tokens.t().contiguous())).transpose(0, 1)
 
 
 @torch.no_grad()
