@@ -8,8 +8,9 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -101,15 +102,11 @@ def write(
     aside = out.with_name(f".{out.name}.tmp-{os.getpid()}")
     try:
         aside.mkdir(parents=True)
-        with ThreadPoolExecutor(1) as background:
-            manifest = source.manifest if compare_checksums else None
-            compared = background.submit(check_checksums, source.path, manifest) if manifest else None
+        with _checksums_compared(source if compare_checksums else None):
             with Writer(checksums=target.kind == "megakit", progress=progress) as writer:
                 shards = zip(planned.names, planned.shards, strict=True)
                 files = {name: writer.write(aside / name, shard) for name, shard in shards}
             _write_rest(source, target, planned, files, aside)
-            if compared is not None:
-                compared.result()
         if check is not None:
             check(aside)
         if out.exists():
@@ -120,6 +117,25 @@ def write(
         raise StorageFailed(f"{out} was not written: {error}; needed {nbytes / 1e6:,.1f} MB, free {_free(out)}") from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+@contextmanager
+def _checksums_compared(source: WeightsSource | None) -> Iterator[None]:
+    """Those of a source of ours, in a thread, while the body runs; raises Damaged at its end. If the body fails, the files that
+    are left are not read."""
+    if source is None or source.manifest is None:
+        yield
+        return
+    count = len(source.manifest["files"])
+    with ThreadPoolExecutor(1) as background:
+        jobs = [background.submit(check_checksums, source.path, source.manifest, i, count) for i in range(count)]
+        try:
+            yield
+        except BaseException:
+            background.shutdown(wait=False, cancel_futures=True)
+            raise
+        for job in jobs:
+            job.result()
 
 
 def _write_rest(source: WeightsSource, target: Target, planned: Plan, files: dict[str, FileInfo], folder: Path) -> None:

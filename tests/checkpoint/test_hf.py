@@ -301,6 +301,15 @@ def test_pickled_folders(tmp_path):
     torch.save(state, tmp_path / "old" / "pytorch_model.bin")
     ours, theirs = open_weights(tmp_path / "old").tensors, open_weights(tmp_path / "in").tensors
     assert ours.keys() == theirs.keys() and all(same_bytes(ours[n].read(), theirs[n].read()) for n in ours)
+    first, second = dict(list(state.items())[:5]), dict(list(state.items())[5:])
+    (tmp_path / "old" / "pytorch_model.bin").unlink()
+    for name, part in (("a.bin", first), ("b.bin", second)):
+        torch.save(part, tmp_path / "old" / name)
+    where = {"weight_map": {**dict.fromkeys(first, "a.bin"), **dict.fromkeys(second, "b.bin")}}
+    (tmp_path / "old" / "pytorch_model.bin.index.json").write_text(json.dumps(where))
+    sharded = open_weights(tmp_path / "old").tensors
+    assert all(same_bytes(sharded[n].read(), theirs[n].read()) for n in ours)
+    (tmp_path / "old" / "pytorch_model.bin.index.json").unlink()
     torch.save({**state, "model.norm.weight": Runs(tmp_path / "ran")}, tmp_path / "old" / "pytorch_model.bin")
     with pytest.raises(Refused, match=r"pytorch_model\.bin: model\.norm\.weight is no tensor"):
         open_weights(tmp_path / "old")

@@ -15,6 +15,8 @@ import torch
 from megakit.parallel.grid import Grid
 from tests.checkpoint import hf_models, workers
 from tests.checkpoint.hf_models import files, same_bytes, write
+from tests.checkpoint.test_weights import with_tokenizer
+from tests.tools.processes import modules_after
 from tools.convert_ckpt import _bytes, convert_parser, inspect_parser, main
 
 DP2_TP2 = Grid(dp=2, tp=2)
@@ -224,3 +226,84 @@ def test_commands_in_the_docs():
     for command in commands:
         words = command.split()
         inspect_parser().parse_args(words[1:]) if words[0] == "inspect" else convert_parser().parse_args(words)
+
+
+def test_a_tokenizer_json_that_a_run_was_trained_with(pools, tmp_path):
+    """It goes along with the files beside it; transformers gives the ids that the training data has."""
+    from transformers import AutoTokenizer
+
+    from megakit.data.tokenizer import load_tokenizer
+
+    model, cfg = hf_models.llama()
+    beside = tmp_path / "tokenizer"
+    beside.mkdir()
+    (beside / "config.json").write_text("{}")
+    path = checkpoint(pools, tmp_path, model, cfg, tokenizer=with_tokenizer(beside) / "tokenizer.json")
+    assert main(["--to", "hf", str(path), str(tmp_path / "out")]) == 0
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"):
+        assert (tmp_path / "out" / name).read_bytes() == (beside / name).read_bytes()
+    theirs, ours = AutoTokenizer.from_pretrained(tmp_path / "out"), load_tokenizer(beside / "tokenizer.json")
+    assert theirs("a b a", add_special_tokens=False).input_ids == ours.encode("a b a")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["bos_token_id"], config["eos_token_id"], config["pad_token_id"]) == (ours.bos, ours.eos, ours.pad) == (1, 2, 4)
+
+
+def test_a_tokenizer_json_alone(tmp_path):
+    """Without files beside it its configuration is made: the ends of documents are eos."""
+    from tokenizers import Tokenizer, models
+    from transformers import AutoTokenizer
+
+    library = Tokenizer(models.WordLevel({"a": 0, "<|endoftext|>": 1, "?": 2}, unk_token="?"))
+    library.save(str(tmp_path / "words.json"))
+    model, _ = hf_models.llama()
+    write(model, tmp_path / "in")
+    assert main(["--to", "hf", "--tokenizer", str(tmp_path / "words.json"), str(tmp_path / "in"), str(tmp_path / "out")]) == 0
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert theirs("a").input_ids == [0] and theirs.unk_token_id == 2
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 1
+
+
+def test_verify(tmp_path, capsys, monkeypatch):
+    """A difference above the tolerance is exit code 1, without a folder; a model too large to run is refused before."""
+    from megakit.inference import compare
+
+    model, _ = hf_models.llama()
+    write(model, tmp_path / "in")
+    command = ["--to", "megakit", "--verify", "--dtype", "bf16", str(tmp_path / "in"), str(tmp_path / "out")]
+    assert main([*command, "--tolerance", "1e-6"]) == 1
+    assert "differ: largest difference" in capsys.readouterr().err
+    assert main(command) == 0
+    numbers = r"largest difference (\S+) of logits up to (\S+), allowed (\S+); loss (\S+) by transformers, (\S+) by megakit"
+    said = re.match(f"verified: {numbers}; 1 x 32 random tokens\n", capsys.readouterr().out)
+    assert said is not None
+    difference, largest, allowed, theirs, ours = map(float, said.groups())
+    with torch.no_grad():
+        tokens = torch.randint(101, (1, 32), generator=torch.Generator().manual_seed(0))
+        logits, rounded = model(tokens).logits, model.bfloat16().float()(tokens).logits
+    assert largest == pytest.approx(logits.abs().max().item(), rel=0.01) and allowed == pytest.approx(largest / 8, rel=0.03)
+    assert difference == pytest.approx((logits - rounded).abs().max().item(), rel=0.05)
+    loss = torch.nn.functional.cross_entropy(logits[0, :-1], tokens[0, 1:]).item()
+    assert theirs == pytest.approx(loss, abs=1e-5) and ours != theirs
+    monkeypatch.setattr(compare, "_available", lambda: 1000)
+    assert main([*command[:-1], str(tmp_path / "again")]) == 2
+    assert "that needs 0.0 GB of memory" in capsys.readouterr().err and not (tmp_path / "again").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--from", "megatron"], "--from megatron, but {path} is of hf"),
+        (["--vocab-size", "101"], "--vocab-size 101 is for a SRC of Megatron-LM"),
+        (["--tolerance", "1"], "--tolerance belongs to --verify"),
+        (["--tokenizer", "nowhere"], "there is no tokenizer nowhere"),
+    ],
+)
+def test_options_that_do_not_fit(tmp_path, capsys, options, said):
+    model, _ = hf_models.llama()
+    path = write(model, tmp_path / "in")
+    assert main(["--to", "megakit", *options, str(path), str(tmp_path / "out")]) == 2
+    assert said.format(path=path) in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_help_does_not_import_torch():
+    assert "torch" not in modules_after("convert_ckpt", "--help")
