@@ -16,12 +16,13 @@ from megakit.config.batch import BatchSize
 from megakit.config.rules import cluster_world, model_ranks, planned_world, resolve
 from megakit.config.schema import Config
 from megakit.errors import EXIT_ASKED_TO_STOP, EXIT_DONE, EXIT_NOT_FINITE, Refused
-from megakit.launch import local
-from megakit.launch.devices import visible_gpus
+from megakit.launch import cluster_env, local, rank_map
+from megakit.launch.devices import visible_gpus, wants_cuda
 from megakit.launch.env import check_tensor_parallel, ranks_from_env
 from megakit.launch.ranks import Ranks, restart_count
 from megakit.launch.verdict import stop_line
 from megakit.launch.worker import Report, end_with_parent, load_target, report_error
+from megakit.parallel.grid import Grid
 
 JOB = "megakit.train.job:run"
 AGREED = (EXIT_ASKED_TO_STOP, EXIT_NOT_FINITE)
@@ -37,26 +38,33 @@ def launch(cfg: Config, argv: Sequence[str] = (), target: str = JOB, announce: C
     """Run a composed recipe to its end and return the exit code; what goes wrong in a rank is told on stderr.
 
     `argv` is the command line, for advice; `target` is the `module:function` that each rank calls with its resolved Config
-    and its Ranks; `announce` is called once per job with the resolved Config, before the ranks start to work. Raises
-    Refused where the ranks and the recipe don't fit, before any starts.
+    and its Ranks; `announce` is called once per job with the resolved Config, before the ranks start to work,
+    and then the environment and, with several nodes, the map of ranks are printed. Raises Refused where the ranks and the
+    recipe don't fit, before any starts.
     """
-    # before torch is imported: OpenMP threads spin while they wait, by default for so long that beside one busy process a
-    # step takes 10 times as long; figures in docs/log.md
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    gpus = visible_gpus(os.environ)
+    environment = cluster_env.lines(cluster_env.apply(cfg, os.environ, wants_cuda(cfg.launch.device, gpus)))
     ranks = ranks_from_env(os.environ)
     if ranks is not None:
         check_tensor_parallel(ranks, cfg.parallel.tp, cfg.parallel.allow_tp_across_nodes)
         cfg = resolve(cfg, ranks.world)
         if announce and ranks.rank == 0:
             announce(cfg)
+            _show(environment, rank_map.lines(rank_map.nodes_of(ranks, os.environ), Grid.of(cfg.parallel)))
         return _run_here(cfg, ranks, target)
-    world = local_world(cfg, visible_gpus(os.environ), argv)
+    world = local_world(cfg, gpus, argv)
     cfg, job, restart = resolve(cfg, world), os.environ.get("SLURM_JOB_ID"), restart_count(os.environ)
     if announce:
         announce(cfg)
+        _show(environment)
     if world > 1:
         return local.run(cfg, world, target, job, restart)
     return _run_here(cfg, Ranks(job_id=job, restart=restart), target)
+
+
+def _show(*parts: list[str]) -> None:
+    for part in filter(None, parts):
+        print(*part, sep="\n", flush=True)
 
 
 def local_world(cfg: Config, gpus: int, argv: Sequence[str] = ()) -> int:
