@@ -185,8 +185,8 @@ class _Job:
 
     def _recorded(self) -> Optional[State]:
         state = self.journal.read()
-        if state is None or state.complete:
-            return state
+        if state is None:
+            return None
         other = differences(state, self.identity, self.options.skip_bad)
         if not other:
             state.skip_bad = self.options.skip_bad
@@ -302,4 +302,5 @@ class _CommitClock:
 def bad_record(place: str, bad: BadRecord) -> str:
     """One line on a bad record that stops the job."""
     what = f' "{bad.key}"' if bad.reason == "missing" else ""
-    return f"{place}: {BAD[bad.reason]}{what}; correct it, or skip and count such records with --skip-bad"
+    cure = "raise it" if bad.reason == "toolong" else "correct it"
+    return f"{place}: {BAD[bad.reason]}{what}; {cure}, or skip and count such records with --skip-bad"

@@ -204,7 +204,7 @@ def test_killed_while_names_are_given(tmp_path: Path, model_path: Path, monkeypa
     paths = [str(path) for path in write_inputs(tmp_path, 5)]
     whole = preprocess(paths, str(model_path), str(tmp_path / "whole"), options())
     replace = os.replace
-    for allowed in range(6):
+    for allowed in (0, 2, 5):
         given: list[str] = []
 
         def some(a: str, b: str, allowed: int = allowed, given: list[str] = given) -> None:
@@ -219,6 +219,8 @@ def test_killed_while_names_are_given(tmp_path: Path, model_path: Path, monkeypa
         with pytest.raises(Stopped):
             preprocess(paths, str(model_path), str(prefix), options())
         monkeypatch.setattr(os, "replace", replace)
+        with pytest.raises(Refused, match="of another command"):
+            preprocess(paths[:2], str(model_path), str(prefix), options())
         with monkeypatch.context() as patch:
             patch.setattr(job_module, "Pool", None)
             assert preprocess(paths, str(model_path), str(prefix), options()).counts == whole.counts
