@@ -6,6 +6,7 @@ An agent keeps nothing in memory that it could not read again: after a crash it 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -77,7 +78,7 @@ class Agent:
         attempts = {}
         for attempt in self._attempts():
             order = self._order(attempt)
-            attempts[attempt] = {**_progress(order), "end": self._end(attempt, order["log"])}
+            attempts[attempt] = {**progress(order), "end": self._end(attempt, order["log"])}
         return {"name": self.name, "host": socket.gethostname(), "devices": self.devices, "attempts": attempts}
 
     def obey(self, orders: dict[str, dict[str, Any]]) -> None:
@@ -123,8 +124,8 @@ class Agent:
             return {"code": ended["code"], "line": printable(ended.get("line") or _last_line(log))}
         if not gone:
             return None
-        if started is not None and process.session(started["job"]):
-            process.kill_session(started["job"])  # nobody would see how it ends
+        if started is not None and process.session(started["job"], _mark(attempt)):
+            process.kill_session(started["job"], _mark(attempt))  # nobody would see how it ends
             return None
         return {"code": None, "line": ""}
 
@@ -140,7 +141,7 @@ class Agent:
         first = attempt not in self._asked_at
         since = self._asked_at.setdefault(attempt, now)
         if want == KILL or now > since + grace_s:
-            process.kill_session(job)
+            process.kill_session(job, _mark(attempt))
         elif first:
             process.send(job, signal.SIGTERM)
 
@@ -163,6 +164,7 @@ class Agent:
         """Start a runner; a second one of the same attempt leaves again."""
         env = {k: v for k, v in os.environ.items() if not _NOT_THE_JOBS.fullmatch(k)} | order["env"]
         env["CUDA_VISIBLE_DEVICES"] = ",".join(d for d in order["devices"] if not d.startswith(_CPU))
+        env["MEGAKIT_QUEUE_ATTEMPT"] = attempt
         env["MEGAKIT_RESTART_COUNT"] = str(int(attempt.split(".")[1]) - 1)
         root = Path(megakit.__file__).resolve().parent.parent
         self._runners[attempt] = subprocess.Popen(
@@ -176,12 +178,17 @@ class Agent:
         )
 
 
+def _mark(attempt: str) -> str:
+    """What the processes of an attempt have in their environment."""
+    return f"MEGAKIT_QUEUE_ATTEMPT={attempt}"
+
+
 def printable(text: str) -> str:
     """One line without what could command a terminal."""
     return " ".join("".join(c for c in text if c.isprintable()).split())[:300]
 
 
-def _progress(order: dict[str, Any]) -> dict[str, Any]:
+def progress(order: dict[str, Any]) -> dict[str, Any]:
     """The last step that the run has recorded, its loss, and the newest checkpoint."""
     found: dict[str, Any] = {"step": None, "loss": None, "checkpoint": None}
     try:
@@ -195,7 +202,8 @@ def _progress(order: dict[str, Any]) -> dict[str, Any]:
         try:
             record = json.loads(line)
             if record["kind"] == "train":
-                return {**found, "step": int(record["step"]), "loss": float(record["loss"])}
+                loss = float(record["loss"])
+                return {**found, "step": int(record["step"]), "loss": loss if math.isfinite(loss) else None}
         except (ValueError, KeyError, TypeError):
             continue
     return found

@@ -37,20 +37,32 @@ def send(who: str, number: int) -> None:
             os.close(handle)
 
 
-def session(leader: str) -> list[int]:
-    """The living members of the session that a process began, which may have ended itself."""
-    if (there := identity(pid_of(leader))) is not None and there != leader:
+def session(leader: str, mark: str | None = None) -> list[int]:
+    """The living members of the session that a process began.
+
+    It may have ended, and the session's number be another's by now: then they are those with `mark`, NAME=VALUE, in their
+    environment. None: the caller has not collected its end, so that the number is still its own.
+    """
+    there = identity(pid_of(leader))
+    if there is not None and there != leader:
         return []  # no pid is given anew while a session has its number
-    return [
-        pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _session_of(pid) == pid_of(leader) and identity(pid)
-    ]
+    members = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _session_of(pid) == pid_of(leader)]
+    known = there == leader or mark is None
+    return [pid for pid in members if identity(pid) and (known or _has(pid, mark or ""))]
 
 
-def kill_session(leader: str) -> None:
+def kill_session(leader: str, mark: str | None = None) -> None:
     """SIGKILL for all of a session; its members may take a while to end."""
-    for pid in session(leader):
+    for pid in session(leader, mark):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+
+
+def _has(pid: int, mark: str) -> bool:
+    try:
+        return mark.encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
 
 
 def _session_of(pid: int) -> int | None:

@@ -9,6 +9,7 @@ import signal
 import stat
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -35,11 +36,11 @@ def serve(folder: Path, name: str, devices: list[str], group: str | None, restar
     queue, agent = Queue(store, say, restart_delay_s), Agent(folder, name, devices)
     sock = wire.listen(folder / wire.SOCKET, 0o600 if group is None else 0o660, gid)
     say(f"serving {folder}; Ctrl-C ends the server, not the jobs")
-    at = 0.0
+    at, trouble = 0.0, ""
     with sock:
         while not stop.asked:
             if time.monotonic() >= at:
-                tick(queue, agent)
+                trouble = tick(agent, queue.exchange, trouble)
                 at = time.monotonic() + TICK_S
             sock.settimeout(max(0.01, at - time.monotonic()))
             try:
@@ -59,26 +60,23 @@ def join(folder: Path, name: str, devices: list[str], server: Path) -> None:
     """Run the jobs of this machine for the server behind a socket, until SIGTERM or SIGINT; jobs go on behind it."""
     lock = claim(folder, -1)
     stop, agent = _Stop(), Agent(folder, name, devices)
-    say(f"machine {name} with {len(devices)} for the server at {server}; Ctrl-C ends the agent, not the jobs")
+    say(f"machine {name}, {len(devices)} jobs at most, for the server at {server}; Ctrl-C ends the agent, not the jobs")
     trouble = ""
     while not stop.asked:
-        try:
-            agent.obey(wire.ask(server, {"do": "exchange", "report": agent.report()}))
-            trouble = ""
-        except (wire.NoServer, OSError) as error:
-            if str(error) != trouble:
-                say(f"trying again: {error}")
-            trouble = str(error)
+        trouble = tick(agent, lambda report: wire.ask(server, {"do": "exchange", "report": report}), trouble)
         time.sleep(TICK_S)
     os.close(lock)
 
 
-def tick(queue: Queue, agent: Agent) -> None:
-    """One look at this machine's jobs, and what follows."""
+def tick(agent: Agent, exchange: Callable[[dict[str, Any]], dict[str, Any]], trouble: str) -> str:
+    """One look at a machine's jobs, and what follows; what kept it from that, told once."""
     try:
-        agent.obey(queue.exchange(agent.report()))
-    except OSError as error:
-        say(f"the jobs of this machine could not all be seen to: {error}")
+        agent.obey(exchange(agent.report()))
+        return ""
+    except (wire.NoServer, OSError) as error:
+        if str(error) != trouble:
+            say(f"trying again: {error}")
+        return str(error)
 
 
 def claim(folder: Path, gid: int) -> int:

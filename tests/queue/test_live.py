@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from megakit.queue import process, wire
-from megakit.queue.agent import Agent, find_devices, has_gpus
+from megakit.queue.agent import Agent, find_devices, has_gpus, progress
 from megakit.queue.runner import EXIT_TAKEN
 from megakit.queue.server import claim
 from tests.queue.conftest import ROOT, Server, until
@@ -217,11 +217,16 @@ def test_a_machine_that_went_down(server: Server):
     until(lambda: not any(process.is_alive(who) for who in started.values()))
     bystander = subprocess.Popen(["sleep", "60"], start_new_session=True)
     reused = process.identity(bystander.pid).replace(":", ":9", 1)  # its pid, but not its start
-    path.write_text(json.dumps({"runner": reused, "job": reused}))
+    # and the number of its session is that of a daemon's, whose leader has ended
+    shell = subprocess.Popen("sleep 60 & echo $!", shell=True, start_new_session=True, stdout=subprocess.PIPE, text=True)
+    daemon = int(shell.stdout.readline())  # type: ignore[union-attr]
+    shell.wait()
+    path.write_text(json.dumps({"runner": reused, "job": f"{shell.pid}:9:{reused.rpartition(':')[2]}"}))
     server.start()
     shown = server.wait(job, "done")
     assert shown["attempt"] == 2 and [s[1] for s in server.starts(job)] == ["0", "2"]
-    assert bystander.poll() is None
+    assert bystander.poll() is None and alive(str(daemon))
+    os.kill(daemon, signal.SIGKILL)
     bystander.kill()
     bystander.wait()
 
@@ -406,3 +411,19 @@ def test_a_job_sees_the_gpus_that_it_is_given(server: Server):
     }
     agent.obey({})
     assert agent.report()["attempts"] == {}
+
+
+def test_how_far_a_run_is(tmp_path: Path):
+    """Whatever else stands in its record, and where its last line is not whole or its loss not a number."""
+    order = {"checkpoints": str(tmp_path / "checkpoints"), "metrics": str(tmp_path / "metrics.jsonl")}
+    assert progress(order) == {"step": None, "loss": None, "checkpoint": None}
+    for name in ("step_00000009", "step_00000010", ".step_00000011.tmp", "step_foo"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    lines = [
+        '{"kind": "train", "step": 4, "loss": NaN}',
+        '{"kind": "eval", "step": 5, "loss": 1.0}',
+        "[]",
+        '{"kind": "train", "st',
+    ]
+    (tmp_path / "metrics.jsonl").write_text("x" * 99_999 + "\n" + "\n".join(lines))
+    assert progress(order) == {"step": 4, "loss": None, "checkpoint": 10}
