@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from megakit.data.preprocess.records import Record, parse_line
+from megakit.errors import Refused
 
 _MARK = b"\xef\xbb\xbf"
 
@@ -24,6 +25,12 @@ class ByteRange:
 
     def lines(self, limit: int) -> list[bytes]:
         """The raw lines without their ends; of one longer than `limit`, limit + 1 bytes."""
+        try:
+            return _split(self._read(limit))
+        except OSError as e:
+            raise Refused(f"input {self.path} can't be read: {e.strerror}") from None
+
+    def _read(self, limit: int) -> bytes:
         with open(self.path, "rb") as f:
             # a line starts at 0 and behind each newline; the range before reads the line that reaches into this one
             f.seek(max(self.start - 1, 0))
@@ -31,13 +38,13 @@ class ByteRange:
             if self.start > 0:
                 newline = data.find(b"\n")
                 if newline < 0 or newline + 1 == len(data):
-                    return []
+                    return b""
                 data = data[newline + 1 :]
             else:
                 data = data.removeprefix(_MARK)
             if not data.endswith(b"\n"):
                 data += f.readline(max(limit + 1 - (len(data) - data.rfind(b"\n") - 1), 0))
-        return _split(data)
+        return data
 
 
 @dataclass(frozen=True)
