@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 from megakit.launch.ranks import Ranks
 from megakit.launch.slurm_env import expand_nodelist, tasks_per_node
@@ -14,13 +15,23 @@ MOST_ROWS = 8
 def nodes_of(ranks: Ranks, env: Mapping[str, str]) -> list[tuple[str, range]]:
     """(name, its ranks) of every node, in the order of ranks. Slurm names them; else they are numbered, and all alike."""
     if ranks.launcher == "slurm":
-        names = expand_nodelist(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "")
+        names = _placed(env) or expand_nodelist(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "")
         counts = tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or str(ranks.world))
         if len(names) == len(counts) and sum(counts) == ranks.world:
             ends = [sum(counts[: i + 1]) for i in range(len(counts))]
             return [(name, range(end - count, end)) for name, end, count in zip(names, ends, counts)]
     starts = range(0, ranks.world, ranks.local_world)
     return [(f"node {i}", range(first, min(first + ranks.local_world, ranks.world))) for i, first in enumerate(starts)]
+
+
+def _placed(env: Mapping[str, str]) -> list[str]:
+    """The nodes in the order that a file of hosts gives ranks; empty where there is none."""
+    if env.get("SLURM_DISTRIBUTION") != "arbitrary":
+        return []
+    try:
+        return list(dict.fromkeys(Path(env.get("SLURM_HOSTFILE", "")).read_text().split()))
+    except OSError:
+        return []
 
 
 def lines(nodes: list[tuple[str, range]], grid: Grid) -> list[str]:

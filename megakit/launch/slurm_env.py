@@ -43,6 +43,14 @@ def ranks_of_step(env: Mapping[str, str]) -> Ranks:
         if node >= len(per_node):
             raise Refused(f"SLURM_NODEID = {node} and SLURM_TASKS_PER_NODE = {text!r} ({len(per_node)} nodes) disagree")
         local_world, first = per_node[node], sum(per_node[:node])
+        if by_hand := env.get("SLURM_DISTRIBUTION") == "arbitrary":
+            # SLURM_HOSTFILE says the order of nodes, SLURM_NODEID doesn't
+            first = (rank - local_rank) if (rank - local_rank) % local_world == 0 else first
+        if by_hand and world > local_world and not env.get("MASTER_ADDR"):
+            raise Refused(
+                f"SLURM_DISTRIBUTION = arbitrary and MASTER_ADDR is not set, so rank {rank} can't tell where rank 0 is: export"
+                " MASTER_ADDR, the first host of SLURM_HOSTFILE"
+            )
         if rank != first + local_rank:
             raise Refused(
                 f"SLURM_PROCID = {rank} is not task {local_rank} of node {node}, whose first is {first}: ranks must be numbered"

@@ -30,6 +30,8 @@ TEMPLATES = Path(megakit.__file__).resolve().parent.parent / "tools/slurm"
 TEMPLATE = "job.sbatch.j2"
 TORCHRUN_ENV = ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE",)
 """What the torchrun template exports."""
+PLACED_ENV = ("SLURM_HOSTFILE", "MASTER_ADDR")
+"""What the srun template exports where ranks follow the switches."""
 FINAL = (EXIT_DONE, EXIT_REFUSED, EXIT_NOT_FINITE, EXIT_REPEATED)
 """Ends after which the job is not queued again."""
 
@@ -44,7 +46,8 @@ def render(cfg: Config, words: Sequence[str], first_job: str | None = None) -> s
     job, sweep = resources(cfg), tasks(cfg.submit.sweep)
     slurm, submit = cfg.launch.slurm, cfg.submit
     env = dict(sorted((cfg.cluster.env or {}).items()))
-    variables = [*env, *(TORCHRUN_ENV if submit.template == "torchrun" else ())]
+    exported = TORCHRUN_ENV if submit.template == "torchrun" else PLACED_ENV if job.nodes > 1 else ()
+    variables = [*env, *(name for name in exported if name not in env)]
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
         undefined=StrictUndefined,
@@ -74,6 +77,7 @@ def render(cfg: Config, words: Sequence[str], first_job: str | None = None) -> s
         prefix="".join(f"{word} " for word in command_prefix(submit.container, job.gpus)),
         container_exports=exports(submit.container, env),
         torchrun_exports=exports(submit.container, TORCHRUN_ENV),
+        placed_exports=exports(submit.container, PLACED_ENV),
         python=submit.python or ("python" if submit.container.image else sys.executable),
         arguments=shlex.join(arguments(words)),
         final="|".join(map(str, FINAL)),

@@ -99,6 +99,17 @@ def test_steps_side_by_side_meet_on_different_ports():
     assert len(ports) == 30 and all(20000 <= p < 30000 for p in ports)
 
 
+def test_ranks_placed_by_a_file_of_hosts():
+    """SLURM_NODEID counts along the list of nodes, ranks along SLURM_HOSTFILE."""
+    placed = slurm(2, 0, 2, "2(x3)", 6, SLURM_DISTRIBUTION="arbitrary", MASTER_ADDR="n03")
+    ranks = ranks_from_env(placed)
+    assert (ranks.rank, ranks.local_rank, ranks.local_world, ranks.master_addr) == (2, 0, 2, "n03")
+    with pytest.raises(Refused, match="SLURM_DISTRIBUTION = arbitrary and MASTER_ADDR is not set"):
+        ranks_from_env({k: v for k, v in placed.items() if k != "MASTER_ADDR"})
+    with pytest.raises(Refused, match="node by node"):
+        ranks_from_env(slurm(1, 0, 2, "2(x3)", 6, SLURM_DISTRIBUTION="arbitrary", MASTER_ADDR="n03"))
+
+
 def test_uneven_nodes():
     table = [(0, 0, 0), (1, 1, 0), (2, 2, 0), (3, 0, 1)]
     found = [ranks_from_env(slurm(*place, "3,1", 4)) for place in table]

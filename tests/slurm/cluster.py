@@ -33,6 +33,7 @@ SlurmctldParameters=preempt_send_user_signal
 SlurmdParameters=config_overrides
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
+TopologyPlugin=topology/tree
 SwitchType=switch/none
 MpiDefault=none
 JobAcctGatherType=jobacct_gather/none
@@ -78,6 +79,10 @@ class Cluster:
         for name in ("state", "log", "run", *(f"spool/node{i}" for i in self._numbers())):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
         (self.folder / "slurm.conf").write_text(SLURM_CONF.format(folder=self.folder, nodes=self.nodes, network=NETWORK))
+        # neighbours by name are under different switches
+        odd, even = (",".join(f"node{i}" for i in self._numbers() if i % 2 == rest) for rest in (1, 0))
+        switches = f"SwitchName=s1 Nodes={odd}\nSwitchName=s2 Nodes={even}\nSwitchName=top Switches=s[1-2]\n"
+        (self.folder / "topology.conf").write_text(switches)
         # not looked for: /sys of a network namespace shows no cgroups
         (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n")
         self._munge()

@@ -97,6 +97,19 @@ def test_a_sweep_has_a_task_and_a_folder_for_each_value(user, swept, reference):
     assert all(reference[step] != other[step] for step in reference)
 
 
+def test_ranks_are_numbered_along_the_switches(user):
+    grid = ["cluster.nodes=4", "cluster.gpus_per_node=1", "parallel.tp=1", "parallel.pp=2", "train.steps=2"]
+    job = user.submit(*grid)
+    assert user.cluster.wait(job)["JobState"] == "COMPLETED", user.log(job)
+    rows = [line.split("  ") for line in user.log(job).splitlines() if re.match(r"node\d  ranks", line)]
+    assert rows == [
+        ["node1", "ranks 0", "dp 0, pp 0"],
+        ["node3", "ranks 1", "dp 0, pp 1"],
+        ["node2", "ranks 2", "dp 1, pp 0"],
+        ["node4", "ranks 3", "dp 1, pp 1"],
+    ]
+
+
 def test_a_preempted_job_is_queued_again_and_ends_as_if_nothing_had_been(user, reference):
     job = user.submit("launch.slurm.extra=['--exclusive','--nodelist=node[1-2]']")
     folder = f"runs/tiny-{job}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -26,7 +27,7 @@ def test_every_recipe_for_a_cluster(name, tmp_path):
     assert got["cpus-per-task"] == str(cfg.launch.slurm.cpus_per_task) and got["time"] == cfg.launch.slurm.time_limit
     assert got["job-name"] == name and got["signal"] == f"B:USR1@{cfg.launch.slurm.signal_lead_s}"
     assert got["open-mode"] == "append" and "requeue" in got and "no-requeue" not in got
-    assert "srun --kill-on-bad-exit=1 --distribution=block" in text and "array" not in got and "--container" not in text
+    assert "srun --kill-on-bad-exit=1 --distribution=$placed" in text and "array" not in got and "--container" not in text
 
 
 def test_options_from_the_recipe():
@@ -235,7 +236,8 @@ def test_pyxis_is_told_of_every_variable(tmp_path, template):
     flags = dict(word.split("=", 1) for word in args if word.startswith("--container"))
     assert flags["--container-image"] == image and flags["--container-workdir"] == str(tmp_path)
     assert flags["--container-mounts"] == f"{tmp_path}:{tmp_path},/data:/data:ro,/my data:/d"
-    exported = {word for line in text.splitlines() if line.startswith("export ") for word in line.split()[1:]}
+    lines = [line.strip() for line in text.splitlines()]
+    exported = {word for line in lines if line.startswith("export ") for word in re.sub(r"=\S+( -n.*)?", "", line).split()[1:]}
     assert set(flags["--container-env"].split(",")) == {name.partition("=")[0] for name in exported} >= set(VALUES)
     assert {name: got[name] for name in VALUES} == VALUES
     assert args[args.index("-m") - 1] == "python"  # the image's
@@ -268,6 +270,22 @@ def test_modules_and_setup_lines_run_before_the_ranks(tmp_path):
     (tmp_path / "rc").write_text(module)
     assert Bench(tmp_path, text, PRINTS, {"BASH_ENV": str(tmp_path / "rc")}).end()[0] == 0
     assert environment(tmp_path)["FROM_SETUP"] == " load cuda/12.4 load a b"
+
+
+TOPOLOGY = """if [ "$1" = --ntasks=64 ]; then for i in $(seq 1 64); do echo top.s$((i % 2)).n$i n$i; done; else env -0 > $OUT/env
+printf '%s\\n' "$@" > $OUT/args; fi"""
+
+
+def test_ranks_follow_the_switches_where_slurm_knows_them(tmp_path):
+    assert Bench(tmp_path, script(), TOPOLOGY, {"SLURM_TOPOLOGY_ADDR": "top.s1.n1"}).end()[0] == 0
+    hosts = (tmp_path / "runs/llama70b-42/hosts").read_text().split()
+    assert len(hosts) == 512 and hosts[:9] == ["n2"] * 8 + ["n4"] and hosts[256] == "n1"
+    got = environment(tmp_path)
+    assert (got["SLURM_HOSTFILE"], got["MASTER_ADDR"]) == ("runs/llama70b-42/hosts", "n2")
+    assert "--distribution=arbitrary" in (tmp_path / "args").read_text()
+    for env in ({"SLURM_TOPOLOGY_ADDR": "n1"}, {"SLURM_TOPOLOGY_ADDR": "top.s1.n1", "MASTER_ADDR": "ib0"}):
+        assert Bench(tmp_path, script(), TOPOLOGY, env).end()[0] == 0
+        assert "--distribution=block" in (tmp_path / "args").read_text() and "SLURM_HOSTFILE" not in environment(tmp_path)
 
 
 def test_each_task_of_a_sweep_has_its_overrides_and_its_folder(tmp_path):
