@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 HELP = Help(
     "python -m megakit.submit +recipe=NAME [KEY=VALUE ...] [--config-dir DIR | --config-file FILE]",
-    "Submit a recipe to Slurm; with submit.render_only=true print the job script. launch.slurm, submit and cluster say what\n"
-    "the job asks for; all other keys are as for megakit.pretrain.",
+    "Submit a recipe to Slurm; with submit.render_only=true print the job script. launch.slurm, submit\n"
+    "and cluster say what the job asks for; all other keys are as for megakit.pretrain.",
     exit_codes="0 submitted (or printed), 1 sbatch failed, 2 refused: nothing was submitted",
 )
 

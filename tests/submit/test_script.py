@@ -126,6 +126,14 @@ def test_a_signal_that_finds_no_python_yet_is_no_failure(tmp_path):
     assert bench.end() == (75, "requeue 42\n")
 
 
+def test_a_signal_before_the_ranks_start_is_passed_on_when_they_do(tmp_path):
+    text = script().replace("placed=block", "placed=block; touch $OUT/early; sleep 1")
+    bench = Bench(tmp_path, text, STOPS)
+    bench.wait_for("early")
+    bench.proc.send_signal(signal.SIGUSR1)
+    assert bench.end() == (75, "requeue 42\n")
+
+
 @pytest.mark.parametrize("code", [0, 2, 3, 4])
 def test_ends_that_a_new_start_would_not_change_are_passed_on(tmp_path, code):
     assert Bench(tmp_path, script(), f"exit {code}").end() == (code, "")
