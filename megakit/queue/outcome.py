@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megakit.errors import EXIT_ASKED_TO_STOP, EXIT_DONE, EXIT_NOT_FINITE, EXIT_REFUSED
+from megakit.errors import EXIT_ASKED_TO_STOP, EXIT_DONE, EXIT_NOT_FINITE, EXIT_REFUSED, EXIT_REPEATED
 
-EXIT_SAME_PLACE = 4
-"""Failed again and again at the same step."""
 FINAL = {
     EXIT_REFUSED: "refused",
     EXIT_NOT_FINITE: "training is not finite",
-    EXIT_SAME_PLACE: "failed repeatedly at the same place",
+    EXIT_REPEATED: "failed repeatedly at the same place",
 }
 """Codes after which a restart would only repeat what happened."""
 

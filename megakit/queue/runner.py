@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ ORDER, LOCK, STARTED, ENDED = "order.json", "lock", "started.json", "ended.json"
 EXIT_TAKEN = 11
 """Of a runner that found another one at work."""
 EXIT_NO_COMMAND = 127
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 LEFT_S = 60.0
 """For killed processes that a job left behind to vanish; one that waits for a dead file system does not."""
 
@@ -34,7 +36,7 @@ def run(folder: Path) -> int:
         return EXIT_TAKEN
     if (folder / STARTED).exists() or (folder / ENDED).exists():
         return EXIT_TAKEN
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+    for number in _SIGNALS:
         signal.signal(number, lambda *_: None)  # not SIG_IGN, which the job would inherit
     order = json.loads((folder / ORDER).read_text())
     try:
@@ -54,7 +56,8 @@ def run(folder: Path) -> int:
     leader = identity(job)
     assert leader is not None, "not even its end is collected yet"
     write(folder / STARTED, {"runner": identity(os.getpid()), "job": leader})
-    os.write(opened, b"\n")  # if this is never reached the job ends before it begins: none runs that isn't written down
+    with suppress(BrokenPipeError):  # it was killed already
+        os.write(opened, b"\n")  # if this is never reached the job ends before it begins: none runs that isn't written down
     os.waitid(os.P_PID, job, os.WEXITED | os.WNOWAIT)
     deadline = time.monotonic() + LEFT_S
     while session(leader) and time.monotonic() < deadline:  # when its end is known, its GPUs and its run folder must be free
@@ -68,6 +71,8 @@ def run(folder: Path) -> int:
 def _become(order: dict[str, Any], log: int, gate: int, opened: int) -> None:
     """In the forked child: wait until it is written down, then turn into the job. Does not return."""
     try:
+        for number in _SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
         os.setsid()
         os.umask(order["umask"])
         os.close(opened)

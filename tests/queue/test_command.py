@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from megakit.config.compose import compose
+from megakit.errors import Refused
 from megakit.queue.__main__ import main
+from megakit.queue.submission import make_job
 from tests.queue.conftest import ROOT, Server
 
 TINY = [
@@ -45,12 +47,13 @@ def test_a_run_is_preempted_and_resumed_with_the_losses_of_an_uninterrupted_one(
     made = server.command("submit", "--user", "ann", "--name", "low", *TINY, "run.dir=low")
     assert made.stdout == f"job 1: 1 GPU, run folder {server.work}/low\n", made.stderr
     server.wait(1, "running", step=3, timeout_s=90)
-    high = server.submit({"steps": 5, "step_s": 0.1}, priority=1)
+    high = server.submit({"steps": 5000, "step_s": 0.1}, priority=1)
     server.wait(high, "running", timeout_s=60)
     stopped = server.show(1)
     assert stopped["state"] == "queued" and 3 <= stopped["checkpoint"] < 40
     listed = server.command("list").stdout
     assert re.search(rf"1 +low +ann +queued +0 +1 +{stopped['checkpoint']}/40", listed), listed
+    server.ask(do="cancel", id=high)
     assert server.wait(1, "done", timeout_s=90)["attempt"] == 2
     whole = subprocess.run([sys.executable, "-m", "megakit.pretrain", *TINY, "run.dir=whole"], cwd=server.work, timeout=90)
     assert whole.returncode == 0
@@ -67,7 +70,7 @@ def test_what_was_checked_is_what_runs(server: Server):
     recipe.parent.mkdir(parents=True)
     recipe.write_text("# @package _global_\ndefaults:\n  - demo\ntrain:\n  steps: 7\n")
     server.ask(do="quota", quotas={"*": 1})
-    server.submit({"steps": 200, "step_s": 0.05})
+    server.submit({"steps": 5000, "step_s": 0.05})
     assert server.command("submit", "--config-dir", "mine", "+recipe=own", "data=mock", "train.generate_tokens=0").returncode == 0
     recipe.write_text("broken: [")
     assert (server.show(2)["steps"], server.show(2)["state"]) == (7, "queued")
@@ -81,6 +84,32 @@ def test_what_was_checked_is_what_runs(server: Server):
     cfg = compose(order["command"][5:], config_file=order["command"][4])
     assert cfg == compose(["+recipe=demo", "data=mock", "train.generate_tokens=0", "train.steps=7", *order["command"][5:]])
     server.ask(do="cancel", id=2, now=True)
+
+
+OPEN = ["+recipe=demo", "data=mock", "train.generate_tokens=0"]  # parallel.dp is open, a batch has 8 samples
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gpus", "ranks"),
+    [
+        (OPEN, None, 1),
+        (OPEN, 4, 4),
+        (OPEN, 3, "--gpus = 3, but the recipe starts 2 ranks on them"),
+        ([*OPEN, "parallel.tp=2"], None, 2),
+        ([*OPEN, "parallel.tp=2", "parallel.dp=2"], None, 4),
+        ([*OPEN, "parallel.tp=2", "parallel.dp=2"], 2, "--gpus = 2, but the recipe's grid has 4 ranks"),
+        (["+recipe=llama7b"], None, 32),
+        (["+recipe=llama7b"], 64, "--gpus = 64, but the recipe starts 32 ranks"),
+        (["+recipe=llama7b", "run.shrink=true"], None, 2),
+    ],
+)
+def test_gpus_are_those_of_the_grid(overrides: list[str], gpus: int | None, ranks: int | str):
+    """In a queue with GPUs, wherever it is submitted from."""
+    if isinstance(ranks, int):
+        assert make_job(overrides, None, None, gpus, with_gpus=True)["gpus"] == ranks
+        return
+    with pytest.raises(Refused, match=ranks):
+        make_job(overrides, None, None, gpus, with_gpus=True)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +148,7 @@ def test_quotas_machines_and_lists(server: Server):
     server.start()
     assert server.command("quota", "ann=1", "*=2").returncode == 0
     for _ in range(2):
-        server.submit({"steps": 500, "step_s": 0.05}, user="ann", name="x")
+        server.submit({"steps": 5000, "step_s": 0.05}, user="ann", name="x")
     server.wait(1, "running", step=1)
     assert [line.split() for line in server.command("quota").stdout.splitlines() if "ann" in line] == [["ann", "1", "1"]]
     assert re.search(r"here +2 CPU slots +1 +1", server.command("machines").stdout)

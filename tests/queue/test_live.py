@@ -81,7 +81,7 @@ def test_jobs_survive_the_death_of_their_server(server: Server):
 @pytest.mark.parametrize(("plan", "state"), [({}, "done"), ({"fail_at": 2, "code": 3}, "failed")])
 def test_an_end_while_the_server_is_down_is_not_lost(server: Server, plan, state):
     server.start()
-    job = server.submit({**plan, "step_s": 0.3}, max_restarts=9)
+    job = server.submit({**plan, "step_s": 0.8}, max_restarts=9)
     server.wait(job, "running", step=1)
     server.end(signal.SIGKILL)
     until(server.path(job, "ended.json").exists)
@@ -156,15 +156,17 @@ def test_signals_reach_a_job_that_does_not_wait_for_them(server: Server):
 
 def test_preempted_by_a_higher_priority_and_resumed_in_place(server: Server):
     server.start()
-    low = server.submit({"steps": 25, "step_s": 0.05}, gpus=2)
+    low = server.submit({"steps": 60, "step_s": 0.05}, gpus=2)
     server.wait(low, "running", step=3)
-    high = server.submit({"steps": 4, "step_s": 0.05}, priority=5)
+    high = server.submit(LONG, priority=5)
     equal = server.submit({}, priority=5, gpus=2)
-    server.wait(high, "running")
+    server.wait(high, "running", step=1)
     waiting = server.show(low)
     assert waiting["state"] == "queued" and waiting["checkpoint"] == server.steps(low)[-1]
+    assert server.show(equal)["state"] == "queued"
+    server.ask(do="cancel", id=high)
     server.wait(low, "done")
-    assert server.steps(low) == list(range(1, 26)), "one record a step, none lost, none twice"
+    assert server.steps(low) == list(range(1, 61)), "one record a step, none lost, none twice"
     starts = server.starts(low)
     assert [s[2] for s in starts] == ["0", "1"] and int(starts[1][1]) == waiting["checkpoint"]
     assert len(server.starts(high)) == len(server.starts(equal)) == 1
@@ -207,7 +209,7 @@ def test_restarts_have_a_limit(server: Server, plan, attempts, note):
 def test_a_machine_that_went_down(server: Server):
     """All processes of the machine are gone, and others may have their pids."""
     server.start()
-    job = server.submit({"steps": 12, "step_s": 0.1, "save": [2]}, max_restarts=1)
+    job = server.submit({"steps": 40, "step_s": 0.1, "save": [2]}, max_restarts=1)
     server.wait(job, "running", step=3)
     server.end(signal.SIGKILL)
     path = server.path(job, "started.json")

@@ -48,7 +48,7 @@ def test_without_restarts_the_first_failure_is_the_last():
 
 
 def test_the_codes_are_those_of_a_run():
-    assert {errors.EXIT_REFUSED, errors.EXIT_NOT_FINITE} == {2, 3} and errors.EXIT_ASKED_TO_STOP == 75
+    assert {errors.EXIT_REFUSED, errors.EXIT_NOT_FINITE, errors.EXIT_REPEATED} == {2, 3, 4} and errors.EXIT_ASKED_TO_STOP == 75
 
 
 @pytest.mark.parametrize(
