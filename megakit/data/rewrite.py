@@ -18,7 +18,7 @@ import numpy as np
 from megakit.data.indexed import DTYPES, IndexedFile, open_all
 from megakit.data.sidecar import Sidecar, sidecar_bytes
 from megakit.data.split import nearest_document
-from megakit.data.writer import check_free, discard, publish, unfinished, write_index
+from megakit.data.writer import check_apart, check_free, discard, publish, unfinished, write_index
 from megakit.errors import Refused, StorageFailed
 
 Progress = Callable[[int], None]
@@ -78,12 +78,13 @@ def split(
     names = [f"{prefix}-{i:0{width}d}" for i in range(len(bounds) - 1)]
     for name in names:
         check_free(name, overwrite)
+    check_apart(names, [file.bin_path, file.idx_path])  # its later documents are still to be read
     made: list[str] = []
     try:
         for name, first, end in zip(names, bounds, bounds[1:]):
             part = Part(file, first, end)
-            made.append(name)
             write([part], name, file.dtype, _part_sidecar(part), overwrite, progress)
+            made.append(name)
     except BaseException:
         for name in made:
             discard({end: f"{name}.{end}" for end in ("idx", "bin", "json")})

@@ -5,8 +5,9 @@ Memory does not grow with the data: tokens and document lengths go to files asid
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from io import FileIO
 from types import TracebackType
@@ -257,10 +258,28 @@ def discard(aside: dict[str, str]) -> None:
 
 
 def check_free(prefix: str, overwrite: bool) -> None:
-    """Refused if an output of this prefix is there and may not be replaced."""
+    """Refused if the prefix names no file, or if an output of it is there and may not be replaced."""
+    if not os.path.basename(prefix):
+        raise Refused(f"output prefix {prefix!r} is a folder without a name for the files: add one, as in {prefix}corpus")
     there = [f"{prefix}.{end}" for end in ("bin", "idx", "json") if os.path.exists(f"{prefix}.{end}")]
     if there and not overwrite:
         raise Refused(f"{there[0]} is there already: choose another output prefix, or replace it with --overwrite")
+
+
+def check_apart(prefixes: Sequence[str], inputs: Iterable[str]) -> None:
+    """Refused if an output of these prefixes is one of the input files, by whatever name: it would replace what is read."""
+    outputs = {}
+    for path in (f"{prefix}.{end}" for prefix in prefixes for end in ("bin", "idx", "json")):
+        with contextlib.suppress(FileNotFoundError):
+            outputs[_identity(path)] = path
+    for path in inputs if outputs else ():
+        if (output := outputs.get(_identity(path))) is not None:
+            raise Refused(f"output {output} is the input {path}, which would be lost: choose another output prefix")
+
+
+def _identity(path: str) -> tuple[int, int]:
+    facts = os.stat(path)
+    return facts.st_dev, facts.st_ino
 
 
 def _remove(path: str) -> None:

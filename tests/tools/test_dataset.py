@@ -157,6 +157,26 @@ def test_outputs_and_inputs_that_cannot_be(tmp_path: Path, capsys: Any) -> None:
     assert sorted(tmp_path.glob("x*")) == []
 
 
+def test_a_corpus_that_is_split_is_not_replaced(tmp_path: Path, capsys: Any) -> None:
+    write_corpus(tmp_path / "part-1", [3, 4])
+    before = content(tmp_path / "part-1")
+    how = ("--output-prefix", tmp_path / "part", "--documents", "1", "--overwrite")
+    line = refused(capsys, "split", "--input", tmp_path / "part-1", *how)
+    assert "part-1.bin is the input" in line and content(tmp_path / "part-1") == before
+    by_hand(tmp_path / "pictures", DOCUMENTS, modes=True)
+    assert "multimodal" in refused(capsys, "split", "--input", tmp_path / "pictures", *how)
+    assert content(tmp_path / "part-1") == before and not list(tmp_path.glob("part-0*"))
+    (tmp_path / "part-1.bin").rename(tmp_path / "part-0.bin")
+    assert "multimodal" in refused(capsys, "split", "--input", tmp_path / "pictures", *how)
+    assert (tmp_path / "part-0.bin").read_bytes() == before[0], "nothing was written that could replace it"
+
+
+def test_a_prefix_without_a_name(tmp_path: Path, capsys: Any) -> None:
+    write_corpus(tmp_path / "a", [3, 4])
+    line = refused(capsys, "merge", "--input", tmp_path / "a", "--output-prefix", f"{tmp_path}/")
+    assert f"{tmp_path}/' is a folder without a name" in line
+
+
 @pytest.mark.parametrize("command", ["merge", "split"])
 def test_a_full_disk_leaves_nothing(tmp_path: Path, capsys: Any, command: str) -> None:
     write_corpus(tmp_path / "a", [10, 50_000])

@@ -148,11 +148,11 @@ def _folder(folder: str) -> tuple[list[tuple[Source, Any]], int]:
 
 
 def _file(path: str) -> tuple[Source, Any]:
-    form, packing = _form_or_refuse(path)
     try:
         facts = os.stat(path)
     except OSError as e:
         raise Refused(f"input {path} can't be read: {e.strerror}") from None
+    form, packing = _form_or_refuse(path)
     if not stat.S_ISREG(facts.st_mode):
         raise Refused(f"input {path} is no regular file: write it to one first")
     return Source(path, form, packing, facts.st_size, str(facts.st_mtime_ns)), (facts.st_dev, facts.st_ino)

@@ -21,7 +21,7 @@ from megakit.data.preprocess.worker import BadRecord, Result, Task
 from megakit.data.sidecar import Sidecar, read_sidecar
 from megakit.data.tokenizer import Tokenizer, load_tokenizer
 from megakit.data.tokenizer.fast import EncoderDiffers, choose_encoder
-from megakit.data.writer import IndexedWriter, Written, check_free, publish, unfinished
+from megakit.data.writer import IndexedWriter, Written, check_apart, check_free, publish, unfinished
 from megakit.errors import Refused, StorageFailed
 
 _COMMIT_SHARE = 50  # a commit comes no sooner than so many times what the last one took: 2% of the time
@@ -109,6 +109,7 @@ def preprocess(
     if done_of(prefix) is None:
         for output in outputs:
             check_free(output, options.overwrite)
+    check_apart(outputs, [*(source.path for source in found.sources if not source.remote), tokenizer.path])
     journal = Journal(prefix)
     try:
         job = _Job(found, tokenizer, tokenizer_path, outputs, options, journal, progress, notice)
@@ -224,7 +225,8 @@ class _Job:
                     state = copy.copy(state)
                     state.before = 0
                 if result.bad is not None:
-                    raise Refused(bad_record(where(sources, block, result.bad.number, state.before), result.bad))
+                    place = where(sources, block, result.bad.number, state.before)
+                    raise Refused(bad_record(place, result.bad, options.limit))
                 state = self._written(writers, state, block, result)
                 self.progress(Progress.of(state, self.inputs.size))
                 if clock.due():
@@ -241,8 +243,10 @@ class _Job:
             if not counts.documents:
                 self.journal.begin_anew()
                 what = f' with a "{key}"' if len(options.keys) > 1 else ""
+                skipped = "".join(f", {count:,} {reason}" for reason, count in sorted(counts.reasons.items()))
                 raise Refused(
-                    f"no document{what} in {self.inputs.size:,} bytes of input ({counts.records} records): nothing is written"
+                    f"no document{what} in {self.inputs.size:,} bytes of input ({counts.records:,} records{skipped}): nothing is"
+                    " written; correct --input or --json-keys"
                 )
         for writer in writers:
             writer.complete()
@@ -299,8 +303,8 @@ class _CommitClock:
         self._next = now + min(wait, _LONGEST_WAIT_S)
 
 
-def bad_record(place: str, bad: BadRecord) -> str:
+def bad_record(place: str, bad: BadRecord, limit: int) -> str:
     """One line on a bad record that stops the job."""
-    what = f' "{bad.key}"' if bad.reason == "missing" else ""
+    what = {"missing": f' "{bad.key}"', "toolong": f" {limit / 2**20:g}"}.get(bad.reason, "")
     cure = "raise it" if bad.reason == "toolong" else "correct it"
     return f"{place}: {BAD[bad.reason]}{what}; {cure}, or skip and count such records with --skip-bad"

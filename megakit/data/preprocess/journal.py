@@ -63,13 +63,20 @@ class Journal:
         self._lock: Optional[TextIO] = None
         try:
             os.makedirs(self.folder, exist_ok=True)
-            self._lock = open(os.path.join(self.folder, "lock"), "a")  # noqa: SIM115 (closed by close)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.stat(self._lock.name)
-        except (BlockingIOError, FileNotFoundError):  # not found: the other one has just finished
-            raise Refused(f"another process is writing {prefix}: wait for it, or choose another output prefix") from None
+            locked = self._take_lock(os.path.join(self.folder, "lock"))
         except OSError as e:
             raise Refused(f"output prefix {prefix} can't be written ({e.strerror}): choose a folder that can") from None
+        if not locked:
+            raise Refused(f"another process is writing {prefix}: wait for it, or choose another output prefix")
+
+    def _take_lock(self, path: str) -> bool:
+        """False if another process holds it, or has just finished: then the file is gone, or is a later process's."""
+        try:
+            self._lock = open(path, "a")  # noqa: SIM115 (closed by close)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return os.path.samestat(os.fstat(self._lock.fileno()), os.stat(path))
+        except (BlockingIOError, FileNotFoundError):
+            return False
 
     def aside(self, prefix: str) -> str:
         """The prefix of the unfinished files for the output `prefix`."""

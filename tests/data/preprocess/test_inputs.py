@@ -60,6 +60,7 @@ def test_forms_and_packings(tmp_path: Path) -> None:
     "arguments,words",
     [
         (["none.txt"], "none.txt can't be read: No such file"),
+        (["none"], "none can't be read: No such file"),
         (["a.csv"], r"a.csv ends in none of \.jsonl"),
         (["a.parquet.gz"], "parquet without"),
         (["a.txt", "a.txt"], "more than once"),

@@ -132,7 +132,7 @@ def test_a_record_that_is_too_long(tmp_path: Path, model_path: Path) -> None:
     """Its place and the records behind it are right, wherever blocks are cut."""
     source = write_jsonl(tmp_path / "a.jsonl", ["the", "of " * 1000, "and"])
     for block_bytes in (50, 2000, 1 << 20):
-        with pytest.raises(Refused, match=r"a\.jsonl line 2: longer than --max-record-mib; raise it, or"):
+        with pytest.raises(Refused, match=r"a\.jsonl line 2: longer than --max-record-mib 0\.002\d+; raise it, or skip"):
             run(source, model_path, tmp_path / "out", limit=3000, block_bytes=block_bytes)
         counts = run(source, model_path, tmp_path / f"o{block_bytes}", limit=3000, skip_bad=True, block_bytes=block_bytes)
         assert (counts.documents, counts.reasons) == (2, {"toolong": 1})
@@ -162,10 +162,14 @@ def test_text_that_encodes_to_nothing_is_no_document(tmp_path: Path) -> None:
 
 
 def test_nothing_to_write_is_refused(tmp_path: Path, model_path: Path) -> None:
-    for content in (b"", b"\n\n", b'{"text": ""}\n'):
+    for content, why in (
+        (b"", "0 records"),
+        (b"\n\n", "2 records, 2 blank"),
+        (b'{"txt": ""}\n{"text": ""}\n', "2 records, 1 empty, 1 missing"),
+    ):
         (tmp_path / "a.jsonl").write_bytes(content)
-        with pytest.raises(Refused, match="no document in"):
-            run(tmp_path / "a.jsonl", model_path, tmp_path / "out")
+        with pytest.raises(Refused, match=rf"no document in {len(content)} bytes of input \({why}\)"):
+            run(tmp_path / "a.jsonl", model_path, tmp_path / "out", skip_bad=True)
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
@@ -178,6 +182,27 @@ def test_existing_output_is_kept(tmp_path: Path, model_path: Path) -> None:
     assert IndexedFile(str(tmp_path / "out")).documents == 1
     run(source, model_path, tmp_path / "out", overwrite=True)
     assert IndexedFile(str(tmp_path / "out")).documents == 2
+
+
+@pytest.mark.parametrize("name", ["a.json", "tokenizer.json", "link.bin"])
+def test_an_input_is_never_replaced(tmp_path: Path, model_path: Path, name: str) -> None:
+    """PREFIX.json may be the corpus or the tokenizer itself: not even --overwrite replaces what is read."""
+    source = write_jsonl(tmp_path / "a.json", ["the"])
+    (tmp_path / "tokenizer.json").write_bytes(model_path.read_bytes())
+    (tmp_path / "link.bin").symlink_to("a.json")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(Refused, match=f"{name} is the input .*, which would be lost: choose another output prefix"):
+        run(source, tmp_path / "tokenizer.json", tmp_path / name.split(".")[0], overwrite=True)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_prefix_without_a_name(tmp_path: Path, model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", ["the"])
+    monkeypatch.chdir(tmp_path)
+    for prefix in ("out/", ""):
+        with pytest.raises(Refused, match=f"output prefix '{prefix}' is a folder without a name .* as in {prefix}corpus"):
+            preprocess([str(source)], str(model_path), prefix)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
 @pytest.mark.parametrize("packing", ["", ".gz", ".zst"])

@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from megakit.data.preprocess import job as job_module
+from megakit.data.preprocess import journal as journal_module
 from megakit.data.preprocess import pool as pool_module
 from megakit.data.preprocess.job import Options, Progress, preprocess
 from megakit.data.preprocess.journal import Journal, done_of
@@ -174,6 +176,30 @@ def test_only_one_process_writes(tmp_path: Path, model_path: Path) -> None:
         preprocess([str(source)], str(model_path), str(tmp_path / "out"))
     journal.close()
     preprocess([str(source)], str(model_path), str(tmp_path / "out"))
+
+
+def test_a_lock_of_a_folder_that_was_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between opening and locking, the holder may finish and a third process begin: then the lock is not the folder's."""
+    prefix = str(tmp_path / "out")
+    lock = journal_module.fcntl.flock
+    third: list[Journal] = []
+
+    def late(*arguments: Any) -> None:
+        monkeypatch.setattr(journal_module.fcntl, "flock", lock)
+        shutil.rmtree(f"{prefix}.partial")
+        third.append(Journal(prefix))
+        lock(*arguments)
+
+    monkeypatch.setattr(journal_module.fcntl, "flock", late)
+    with pytest.raises(Refused, match="another process is writing"):
+        Journal(prefix)
+    third[0].close()
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "none" / "none")
+    with pytest.raises(Refused, match="link/out can't be written"):
+        Journal(str(tmp_path / "link" / "out"))
 
 
 def test_a_full_disk(tmp_path: Path, model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
