@@ -6,8 +6,9 @@ Inputs are files, folders (all below them), globs and URLs. .jsonl, .ndjson and 
 files one a row, in the key or column of --json-keys; .txt, .text, .md and .rst files are one document each. All but Parquet
 may be packed with gzip (.gz) or zstd (.zst).
 
-The same command goes on where it was after it was stopped or killed. Exit code 0: written; 2: refused, with one line that says
-why; 74: no room or no access for the output; 130 or 143: interrupted. Then nothing stands under a final name.
+The same command goes on where it was after it was stopped or killed. Exit code 0: written; 1: a worker failed or was killed;
+2: refused, with one line that says why; 74: no room for the output; 130 or 143: interrupted. Then nothing stands under a final
+name.
 """
 
 from __future__ import annotations

@@ -34,7 +34,13 @@ class ByteRange:
         with open(self.path, "rb") as f:
             # a line starts at 0 and behind each newline; the range before reads the line that reaches into this one
             f.seek(max(self.start - 1, 0))
-            data = f.read(self.end - f.tell())
+            wanted = self.end - f.tell()
+            data = f.read(wanted)
+            if len(data) < wanted:
+                raise Refused(
+                    f"input {self.path} became shorter than {self.end:,} bytes while it was read: wait until it is whole, and"
+                    " begin anew"
+                )
             if self.start > 0:
                 newline = data.find(b"\n")
                 if newline < 0 or newline + 1 == len(data):

@@ -98,13 +98,13 @@ class Pool:
             process = self._processes[pipe]
             process.join(timeout=5)
             raise Stop(
-                f"a worker died with exit code {process.exitcode} at {block.work} (-9: killed, often for memory):"
-                " use fewer workers"
+                f"a worker died with exit code {process.exitcode} at {str(block.work)[:200]} (-9: killed, often for memory):"
+                " the same command goes on from where the job is; use fewer workers if it was for memory"
             ) from None
         if isinstance(result, Stop):
             raise result
         if isinstance(result, str):
-            raise Stop(f"a worker failed at {block.work}:\n{result}")
+            raise Stop(f"a worker failed at {str(block.work)[:200]}:\n{result}")
         return result
 
     def __enter__(self) -> Pool:

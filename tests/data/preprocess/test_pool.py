@@ -30,6 +30,9 @@ def block(work: ByteRange | Lines | TextFiles) -> Block:
 def test_a_worker_that_fails_ends_the_job(tmp_path: Path, model_path: Path) -> None:
     with pytest.raises(Refused, match=r"gone\.jsonl can't be read: No such file"), Pool(2, Task(str(model_path))) as pool:
         list(pool.encode([block(ByteRange(str(tmp_path / "gone.jsonl"), 0, 10))], "sentencepiece"))
+    (tmp_path / "short.jsonl").write_text("{}\n")  # it had 10 bytes when the job was planned
+    with pytest.raises(Refused, match=r"short\.jsonl became shorter than 10 bytes"):
+        ByteRange(str(tmp_path / "short.jsonl"), 0, 10).lines(100)
     nothing: Any = None
     with pytest.raises(Stop, match=r"a worker failed at Lines[\s\S]*AttributeError"), Pool(1, Task(str(model_path))) as pool:
         list(pool.encode([block(Lines(nothing, False))], "sentencepiece"))
