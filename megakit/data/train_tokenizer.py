@@ -31,7 +31,9 @@ def texts_of(inputs: Sequence[str], keys: tuple[str, ...], skip_bad: bool) -> It
             for key in keys:
                 text, reason = text_of(record, key)
                 if reason in BAD and not skip_bad:
-                    raise Refused(bad_record(where(sources, block, number, before), BadRecord(number, key, reason)))
+                    raise Refused(
+                        bad_record(where(sources, block, number, before), BadRecord(number, key, reason), DEFAULT_LIMIT)
+                    )
                 if not reason:
                     yield text
         before += number + 1
