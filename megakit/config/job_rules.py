@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from megakit.config.keys import changes_nothing, show
-from megakit.config.schema import Config, SlurmConfig, SubmitConfig
+from megakit.config.schema import Config, KubernetesConfig, SlurmConfig, SubmitConfig
 from megakit.errors import Refused
 
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
@@ -18,6 +18,7 @@ def check(cfg: Config) -> None:
     _check_slurm(cfg.launch.slurm)
     _check_environment(cfg.cluster.env or {})
     _check_submit(cfg.submit)
+    _check_kubernetes(cfg.submit)
     _check_chain(cfg.submit, cfg.launch.slurm)
 
 
@@ -95,6 +96,20 @@ def _check_submit(submit: SubmitConfig) -> None:
                 raise Refused(f"submit.{name} has {entry!r}: give one line for each entry")
     if submit.sweep_parallel is not None and not submit.sweep:
         raise changes_nothing("submit.sweep_parallel", submit.sweep_parallel, "an empty submit.sweep", "submit.sweep=[KEY=V1,V2]")
+
+
+def _check_kubernetes(submit: SubmitConfig) -> None:
+    kubernetes = submit.kubernetes
+    for name in ("namespace", "claim", "mount"):
+        value, default = getattr(kubernetes, name), getattr(KubernetesConfig, name)
+        if submit.target != "kubernetes" and value != default:
+            raise changes_nothing(
+                f"submit.kubernetes.{name}", value, f"submit.target = {submit.target}", "submit.target=kubernetes"
+            )
+        pattern = r"/[A-Za-z0-9._/-]+" if name == "mount" else r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?"
+        if value is not None and not re.fullmatch(pattern, value):
+            kind = "an absolute path" if name == "mount" else "a name of Kubernetes': use small letters, digits, '-' and '.'"
+            raise Refused(f"submit.kubernetes.{name} = {value!r} is not {kind}")
 
 
 def _check_chain(submit: SubmitConfig, slurm: SlurmConfig) -> None:

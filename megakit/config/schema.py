@@ -334,11 +334,25 @@ class ContainerConfig:
 
 
 @dataclass
+class KubernetesConfig:
+    """Where a JobSet runs; its image is submit.container.image."""
+
+    namespace: Optional[str] = None
+    """Namespace; null: kubectl's."""
+    claim: Optional[str] = None
+    """PersistentVolumeClaim that all pods share: the data and the run folder are there."""
+    mount: str = "/work"
+    """Where the claim is mounted; the folder that the run starts in."""
+
+
+@dataclass
 class SubmitConfig:
     """What python -m megakit.submit makes of a recipe; what the job asks of Slurm is in launch.slurm."""
 
+    target: str = "slurm"
+    """slurm | kubernetes (a JobSet, one pod per node)."""
     render_only: bool = False
-    """Print the job script, and submit nothing."""
+    """Print the job script or manifest, and submit nothing."""
     template: str = "srun"
     """Who starts the ranks: srun (each of them) | torchrun (one per node, which restarts its ranks in place)."""
     max_attempts: int = 3
@@ -356,6 +370,7 @@ class SubmitConfig:
     setup: List[str] = field(default_factory=list)
     """Lines of bash that the job script runs before the ranks start, as they are."""
     container: ContainerConfig = field(default_factory=ContainerConfig)
+    kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)
 
 
 @dataclass

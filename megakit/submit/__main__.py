@@ -1,6 +1,6 @@
-"""python -m megakit.submit +recipe=NAME [KEY=VALUE ...]: submit a recipe as a job.
+"""python -m megakit.submit +recipe=NAME [KEY=VALUE ...]: submit a recipe to Slurm or Kubernetes.
 
-The recipe is checked and planned first. Exit codes: 0 submitted, or rendered; 1 sbatch failed; 2 refused.
+The recipe is checked and planned first. Exit codes: 0 submitted, or rendered; 1 sbatch or kubectl failed; 2 refused.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 HELP = Help(
     "python -m megakit.submit +recipe=NAME [KEY=VALUE ...] [--config-dir DIR | --config-file FILE]",
-    "Submit a recipe to Slurm; with submit.render_only=true print the job script. launch.slurm, submit\n"
+    "Submit a recipe to Slurm or Kubernetes; with submit.render_only=true print it. launch.slurm, submit\n"
     "and cluster say what the job asks for; all other keys are as for megakit.pretrain.",
-    exit_codes="0 submitted (or printed), 1 sbatch failed, 2 refused: nothing was submitted",
+    exit_codes="0 submitted (or printed), 1 sbatch or kubectl failed, 2 refused: nothing was submitted",
 )
 
 
@@ -31,11 +31,12 @@ def run(args: Arguments) -> int:
 
 def submit(cfg: Config, args: Arguments) -> int:
     """Check, plan, say in a line what it is, and submit or print."""
-    from megakit.submit import slurm
+    from megakit.submit import kubernetes, slurm
     from megakit.submit.script import render
     from megakit.submit.summary import chain_length, check_sweep, summary
 
-    script = render(cfg, args.words)
+    on_slurm = cfg.submit.target == "slurm"
+    script = render(cfg, args.words) if on_slurm else kubernetes.manifest(cfg, args.words)
     plan = check_sweep(cfg, args)
     links = chain_length(cfg, plan)
     for line in summary(cfg, plan, links):
@@ -43,7 +44,7 @@ def submit(cfg: Config, args: Arguments) -> int:
     if cfg.submit.render_only:
         sys.stdout.write(script)
         return EXIT_DONE
-    for line in slurm.submit(cfg, args.words, script, links):
+    for line in slurm.submit(cfg, args.words, script, links) if on_slurm else kubernetes.submit(cfg, args.words):
         print(line)
     return EXIT_DONE
 

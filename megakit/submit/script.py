@@ -21,6 +21,7 @@ from megakit.errors import (
     EXIT_REPEATED,
     EXIT_STORAGE,
     Refused,
+    Stop,
 )
 from megakit.submit.container import command_prefix, exports, srun_options
 from megakit.submit.resources import Resources, resources
@@ -34,6 +35,10 @@ PLACED_ENV = ("SLURM_HOSTFILE", "MASTER_ADDR")
 """What the srun template exports where ranks follow the switches."""
 FINAL = (EXIT_DONE, EXIT_REFUSED, EXIT_NOT_FINITE, EXIT_REPEATED)
 """Ends after which the job is not queued again."""
+
+
+class SubmissionFailed(Stop):
+    """The scheduler's command took nothing, or not all."""
 
 
 def render(cfg: Config, words: Sequence[str], first_job: str | None = None) -> str:

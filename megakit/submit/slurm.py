@@ -8,14 +8,10 @@ import subprocess
 from collections.abc import Iterator, Sequence
 
 from megakit.config.schema import Config
-from megakit.errors import Refused, Stop
-from megakit.submit.script import log_name, render
+from megakit.errors import Refused
+from megakit.submit.script import SubmissionFailed, log_name, render
 
 TIMEOUT_S = 120.0
-
-
-class SubmissionFailed(Stop):
-    """sbatch took nothing, or not all."""
 
 
 def submit(cfg: Config, words: Sequence[str], script: str, links: int = 1) -> Iterator[str]:

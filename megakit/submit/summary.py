@@ -60,10 +60,14 @@ def summary(cfg: Config, plan: Plan, links: int) -> list[str]:
     what = "GPU" if job.gpus else "CPU rank"
     time = f", planned {_hours(plan.estimate.days * 24)}" if plan.estimate else ""
     times = f"{count} tasks of " if count else ""
+    on_slurm = cfg.submit.target == "slurm"
     lines = [
         f"megakit: {cfg.run.name}: {times}{plan.steps:,} steps, {plan.model_parameters / 1e6:,.0f} M parameters,"
-        f" {Grid(**plan.grid)}, {job.nodes} x {job.ranks_per_node} {what}s{time} of {cfg.launch.slurm.time_limit}"
+        f" {Grid(**plan.grid)}, {job.nodes} x {job.ranks_per_node} {what}s{time}"
+        + (f" of {cfg.launch.slurm.time_limit}" if on_slurm else "")
     ]
+    if not on_slurm:
+        return lines
     starts = _starts(cfg, plan)
     if starts is not None and starts > 1:
         again = f"about {starts} starts"

@@ -240,6 +240,12 @@ def job_script(cfg: Config, place: Place) -> Any:
     return render(cfg, [])
 
 
+def manifest(cfg: Config, place: Place) -> Any:
+    from megakit.submit.kubernetes import jobset
+
+    return jobset(cfg, [])
+
+
 def submitted(cfg: Config, place: Place) -> Any:
     """What is printed, and what sbatch is given, in a folder with one that takes everything."""
     from megakit.config.arguments import Arguments
@@ -249,6 +255,7 @@ def submitted(cfg: Config, place: Place) -> Any:
     with place.patch.context() as patch, contextlib.redirect_stdout(said):
         patch.setattr("megakit.submit.slurm._sbatch", lambda script, *options: given.append(options) or str(len(given)))
         patch.setattr("shutil.which", lambda name: name)
+        patch.setattr("megakit.submit.kubernetes.submit", lambda cfg, words: given.append("kubectl") or ["applied"])
         submit(cfg, Arguments())
     return given, said.getvalue()
 

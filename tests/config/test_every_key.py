@@ -76,6 +76,8 @@ FILES = {"data.mock": False, "data.path": ["{a}"]}
 TEXT = {"data.mock": False, "data.path": ["{told}"], "data.tokenizer": "{tokenizer}", "model.vocab_size": 400}
 SPEAKS = {**RUN, **TEXT, "train.generate_tokens": 3, "train.generate_prompt": "the"}
 CLUSTER = {"cluster.nodes": 1, "cluster.gpus_per_node": 2}
+KUBERNETES = {**CLUSTER, "submit.container.image": "image", "submit.target": "kubernetes"}
+CLAIM = {"submit.kubernetes.claim": "work"}
 IMAGE = {**CLUSTER, "submit.container.image": "image.sqsh"}
 FP16 = {"train.precision": "fp16"}
 
@@ -206,6 +208,10 @@ PROOFS: dict[str, Changes | Refuses | Permits] = {
     "launch.slurm.signal_lead_s": Changes(60, see.job_script, CLUSTER),
     "launch.slurm.requeue": Changes(False, see.job_script, CLUSTER),
     "launch.slurm.extra": Changes(["--exclusive"], see.job_script, CLUSTER),
+    "submit.target": Changes("kubernetes", see.submitted, {**KUBERNETES, "submit.target": "slurm"}, CLAIM),
+    "submit.kubernetes.namespace": Changes("team", see.manifest, {**KUBERNETES, **CLAIM}),
+    "submit.kubernetes.claim": Changes("other", see.manifest, {**KUBERNETES, **CLAIM}),
+    "submit.kubernetes.mount": Changes("/mnt", see.manifest, {**KUBERNETES, **CLAIM}),
     "submit.render_only": Changes(True, see.submitted, CLUSTER),
     "submit.template": Changes("torchrun", see.job_script, CLUSTER),
     "submit.max_attempts": Changes(5, see.job_script, CLUSTER),
