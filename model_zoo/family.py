@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from megakit.config.derived import head_dim
 from megakit.config.keys import MISSING
+from megakit.config.ranges import RANGES
 from megakit.config.schema import Config, ModelConfig
 from megakit.errors import Refused
 from megakit.modeling.layout import split_layers, stage_params
@@ -26,6 +27,26 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "Optional[int]": (int, type(None)),
     "Optional[float]": (int, float, type(None)),
 }
+
+
+_JSON_TYPES: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("rope_parameters", "rope_scaling"), (dict,)),
+    **dict.fromkeys(("hidden_act", "activation_function"), (str,)),
+    **dict.fromkeys(("rope_theta", "max_window_layers", "n_embd"), (int, float)),
+    "layer_types": (list,),
+}
+"""Of keys of config.json that more is done with than to copy them; each may be null."""
+_NEUTRAL: dict[str, Any] = {
+    **dict.fromkeys(("partial_rotary_factor", "rotary_pct"), 1.0),
+    **dict.fromkeys(
+        ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale"), 1.0
+    ),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "clip_qkv")),
+    **dict.fromkeys(("attention_sinks", "use_qk_norm", "no_rope_layers"), False),
+    **dict.fromkeys(("num_experts", "num_local_experts"), 0),
+}
+"""Keys of other families that change the logits where they have other values: a config.json that borrows one is of a model that
+our decoder isn't."""
 
 
 class Part(NamedTuple):
@@ -73,14 +94,21 @@ class Family:
 
     def from_hf(self, config: dict[str, Any]) -> ModelConfig:
         """The model that a config.json describes. Raises Refused naming what our decoder doesn't have, or a value that
-        is missing or of the wrong type."""
+        is missing, of the wrong type or out of range."""
         if config.get("model_type") != self.name:
             raise Refused(f"config.json has model_type = {config.get('model_type')}, model.family is {self.name}")
+        for key, types in _JSON_TYPES.items():
+            if config.get(key) is not None and not isinstance(config[key], types):
+                raise Refused(f"config.json has {key} = {config[key]!r}, which is no {types[-1].__name__}")
+        need(config, _NEUTRAL, self.architecture)
         model = self.read_config(config)
-        for f in fields(model):
-            value = getattr(model, f.name)
-            if not isinstance(value, _TYPES[str(f.type)]) or (isinstance(value, bool) and f.type != "bool"):
-                raise Refused(f"config.json gives model.{f.name} = {value!r}, which is no {f.type}")
+        check_values(model, "config.json")
+        every = "full_attention" if model.window_size is None else "sliding_attention"
+        if others := [kind for kind in config.get("layer_types") or () if kind != every]:
+            raise Refused(
+                f"config.json has {others[0]} in layer_types, its other keys give {every} to every layer of a"
+                f" {self.architecture}: megakit's has one kind of layers"
+            )
         return model
 
     def tensors(self, model: ModelConfig) -> dict[str, Mapped]:
@@ -159,6 +187,23 @@ def differences(theirs: dict[str, Any], model: ModelConfig) -> list[tuple[str, A
 def _width(theirs: dict[str, Any]) -> int:
     """Of a head."""
     return theirs.get("kv_channels") or theirs["hidden_size"] // theirs["num_attention_heads"]
+
+
+def check_values(model: ModelConfig, where: str) -> None:
+    """Raises Refused for a value of the wrong type or out of the range that a recipe's has; `where` says whose it is."""
+    for f in fields(model):
+        value, allowed = getattr(model, f.name), RANGES.get(f"model.{f.name}")
+        if not isinstance(value, _TYPES[str(f.type)]) or (isinstance(value, bool) and f.type != "bool"):
+            raise Refused(f"{where} gives model.{f.name} = {value!r}, which is no {f.type}")
+        if isinstance(value, (int, float)) and not math.isfinite(value):
+            raise Refused(f"{where} gives model.{f.name} = {value}, which is no number")
+        if allowed is not None and value is not None and value not in allowed:
+            raise Refused(f"{where} gives model.{f.name} = {value}: it must be {allowed.bound(value)}")
+    if model.num_attention_heads % model.num_query_groups:
+        raise Refused(
+            f"{where} gives model.num_attention_heads = {model.num_attention_heads}, which model.num_query_groups ="
+            f" {model.num_query_groups} doesn't divide"
+        )
 
 
 def need(config: dict[str, Any], wanted: dict[str, Any], architecture: str) -> None:

@@ -33,7 +33,7 @@ def read_common(config: dict[str, Any], family: str, architecture: str, head_dim
         config, "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"
     )
     width = config.get("head_dim") or head_dim
-    usual = hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and hidden % heads == 0 else None
+    usual = hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads and hidden % heads == 0 else None
     fields = {
         "family": family,
         "num_layers": layers,

@@ -35,11 +35,12 @@ def _rope_blocks(config: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 
 def _rotary_base(config: dict[str, Any]) -> float:
     """RoPE theta from `rope_parameters` (transformers 5) or the top level."""
-    bases = {float(config["rope_theta"])} if config.get("rope_theta") is not None else set()
-    bases |= {float(rope["rope_theta"]) for _, rope in _rope_blocks(config) if rope.get("rope_theta") is not None}
+    places = [config, *(rope for _, rope in _rope_blocks(config))]
+    bases = {place["rope_theta"] for place in places if place.get("rope_theta") is not None}
     if len(bases) > 1:
-        raise Refused(f"config.json gives rope_theta twice, as {' and '.join(str(b) for b in sorted(bases))}: correct one")
-    return bases.pop() if bases else 10000.0
+        raise Refused(f"config.json gives rope_theta twice, as {' and '.join(sorted(map(str, bases)))}: correct one")
+    base = bases.pop() if bases else 10000.0
+    return float(base) if isinstance(base, int) else base  # another type is refused with the other fields
 
 
 def read_rope(config: dict[str, Any]) -> dict[str, Any]:
@@ -56,6 +57,10 @@ def _scaling_of(block: str, rope: dict[str, Any], config: dict[str, Any]) -> dic
     partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if partial not in (None, 1.0):
         raise Refused(f"config.json has {block}.partial_rotary_factor = {partial}, megakit turns whole heads only")
+    if nested := next((name for name, value in rope.items() if isinstance(value, (dict, list))), None):
+        raise Refused(
+            f"config.json has {block}.{nested} = {rope[nested]}: megakit's layers have one rotary embedding, of numbers"
+        )
     if kind == "default":
         return {}
     if kind not in _ROPE_KEYS:

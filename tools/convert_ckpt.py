@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -43,7 +44,14 @@ def main(argv: list[str] | None = None) -> int:
     except Stop as error:
         print(f"error: {error}", file=sys.stderr)
         return error.code
+    except KeyboardInterrupt:
+        print("error: interrupted: nothing is left of it", file=sys.stderr)
+        return 128 + signal.SIGINT
     return EXIT_DONE
+
+
+def _raise_exit(signum: int, frame: object) -> None:
+    raise SystemExit(128 + signum)
 
 
 def convert_parser() -> argparse.ArgumentParser:
@@ -84,6 +92,8 @@ def _inspect(args: argparse.Namespace) -> None:
 
 def _convert(args: argparse.Namespace) -> None:
     shard_bytes = _bytes(args.max_shard_size)
+    if args.tolerance is not None and not args.tolerance >= 0:
+        raise Refused(f"--tolerance {args.tolerance} must be 0 or more")
     if args.tolerance is not None and not args.verify:
         raise Refused("--tolerance belongs to --verify: add it")
 
@@ -146,4 +156,5 @@ def _bytes(text: str) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _raise_exit)  # so that leaving cleans up, as Ctrl-C does
     sys.exit(main())

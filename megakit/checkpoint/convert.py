@@ -68,8 +68,10 @@ def plan(source: WeightsSource, target: Target) -> Plan:
     """What `write` will write. Raises Refused if the target is there already, if its family can't state the model, or if
     the tokenizer is not the model's."""
     out, for_hf = target.path, target.kind == "hf"
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
         raise Refused(f"{out} is there already: give a new folder")
+    if not out.name or not _there(out).is_dir():
+        raise Refused(f"there can't be a folder {out}: give a new one by its name, in a folder")
     if target.max_shard_bytes < 1:
         raise Refused(f"max_shard_bytes = {target.max_shard_bytes} must be at least 1")
     dtype = target.dtype or _writable(source.dtype)

@@ -28,7 +28,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 def read_config(folder: Path) -> dict[str, Any]:
     """The content of a folder's config.json. Raises Refused if it can't be read or its family isn't ours."""
     config = _read_json(Path(folder) / CONFIG)
-    if config.get("model_type") not in FAMILIES:
+    if config.get("model_type") not in [*FAMILIES]:  # which may be of any type
         known = f"{', '.join(list(FAMILIES)[:-1])} and {list(FAMILIES)[-1]}"
         raise Refused(f"{folder}/{CONFIG} has model_type = {config.get('model_type')}, megakit reads {known}")
     return config
@@ -116,8 +116,8 @@ def _check_tensors(
 
 def _weight_map(index: Path) -> dict[str, str]:
     names = _read_json(index).get("weight_map")
-    if not isinstance(names, dict) or not names:
-        raise Refused(f"{index} has no weight_map: fetch it again")
+    if not isinstance(names, dict) or not names or not all(isinstance(file, str) for file in names.values()):
+        raise Refused(f"{index} has no weight_map of tensors to files: fetch it again")
     return names
 
 

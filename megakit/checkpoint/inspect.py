@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import asdict
 from pathlib import Path
@@ -92,4 +93,4 @@ def _versions(manifest: dict[str, Any]) -> str:
 def _show_model(model: dict[str, Any]) -> None:
     print("\nmodel:")
     for name, value in model.items():
-        print(f"  {name}: {str(value).lower() if isinstance(value, bool) else value}")
+        print(f"  {name}: {value if isinstance(value, str) else json.dumps(value)}")

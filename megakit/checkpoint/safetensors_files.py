@@ -66,14 +66,16 @@ def read_header(path: Path) -> dict[str, Stored]:
             entries = json.loads(file.read(length))
         entries.pop("__metadata__", None)
         base, tensors, end = 8 + length, {}, 0
-        for name, entry in entries.items():
+        for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
             first, last = entry["data_offsets"]
+            if first != end:
+                raise ValueError(f"{name} begins at byte {first}, what is before it ends at {end}")
             if entry["dtype"] not in DTYPES:
                 raise ValueError(f"{name} has dtype {entry['dtype']}")
             stored = Stored(path, base + first, DTYPES[entry["dtype"]], tuple(entry["shape"]))
             if last - first != math.prod(stored.shape) * stored.dtype.itemsize:
                 raise ValueError(f"{name} is {entry['dtype']} {entry['shape']} in {last - first} bytes")
-            tensors[name], end = stored, max(end, last)
+            tensors[name], end = stored, last
         if base + end != size:
             raise ValueError(f"{size} bytes, its header says {base + end}")
     except OSError as error:
@@ -168,11 +170,15 @@ class Writer:
     def _write_tensor(self, file: BinaryIO, digest: hashlib._Hash, planned: Planned) -> None:
         tensor, row = planned.tensor, math.prod(planned.tensor.shape[1:]) * planned.dtype.itemsize
         per = max(1, BLOCK // max(1, row))
+        narrower = torch.finfo(planned.dtype).max < torch.finfo(tensor.dtype).max
         for lo in range(0, tensor.shape[0], per):
             part = tensor.narrow(0, lo, min(per, tensor.shape[0] - lo))
             nbytes = part.shape[0] * row
             buffer = self._free.pop() if nbytes <= BLOCK else torch.empty(nbytes, dtype=torch.uint8)
-            part.read_into(buffer[:nbytes].view(planned.dtype).view(part.shape))
+            written = buffer[:nbytes].view(planned.dtype).view(part.shape)
+            part.read_into(written)
+            if narrower and not written.isfinite().all():
+                _check_overflow(planned, part, lo)
             self._put(file, digest, buffer, nbytes)
 
     def _put(self, file: BinaryIO, digest: hashlib._Hash, buffer: torch.Tensor, nbytes: int) -> None:
@@ -192,6 +198,17 @@ class Writer:
         if buffer.numel() == BLOCK:
             self._free.append(buffer)
         self._progress(nbytes)
+
+
+def _check_overflow(planned: Planned, part: LazyTensor, row: int) -> None:
+    """Raises Refused if a number of these rows, from `row` on, is too large for the dtype that it is written in."""
+    largest, values = torch.finfo(planned.dtype).max, part.read()
+    over = values[values.isfinite() & (values.abs() > largest)]
+    if len(over):
+        raise Refused(
+            f"{planned.name} has {over[0].item():.6g} in row {row} or after it, the largest number of {_NAMES[planned.dtype]} is"
+            f" {largest:.6g}: convert to another --dtype"
+        )
 
 
 def write_all(file: BinaryIO, data: memoryview) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megakit.checkpoint.manifest import sha256_file, write_json
+from megakit.checkpoint.manifest import sha256_file, sync_folder, write_json
 from megakit.config.schema import ModelConfig
 from megakit.errors import Refused
 
@@ -32,6 +32,8 @@ NAMES = (
     "chat_template.json",
     GENERATION,
 )
+TEMPLATES = "additional_chat_templates"
+"""A folder of .jinja files, where there is more than one template."""
 NO_TOKENIZER = "none"
 """In place of a tokenizer's path: leave it out."""
 _RECORDED = ("bos", "eos", "unk", "pad", "vocab_size", "fingerprint")
@@ -59,9 +61,11 @@ class Beside:
     def write(self, folder: Path) -> list[str]:
         """Put them there, synced; the names."""
         for name, path in self.copies.items():
+            (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(path, folder / name)
             with open(folder / name, "rb") as file:
                 os.fsync(file.fileno())
+            sync_folder((folder / name).parent)
         for name, value in self.made.items():
             write_json(folder / name, value)
         return [*self.copies, *self.made]
@@ -69,7 +73,13 @@ class Beside:
 
 def found(folder: Path) -> tuple[Path, ...]:
     """Those that a folder has."""
-    return tuple(folder / name for name in NAMES if (folder / name).is_file())
+    names = [*NAMES, *sorted(f"{TEMPLATES}/{path.name}" for path in (folder / TEMPLATES).glob("*.jinja"))]
+    return tuple(folder / name for name in names if (folder / name).is_file())
+
+
+def _name(path: Path) -> str:
+    """In its folder."""
+    return f"{TEMPLATES}/{path.name}" if path.parent.name == TEMPLATES else path.name
 
 
 def deciding(folder: Path) -> Path | None:
@@ -97,9 +107,9 @@ def beside(
     generation = {p.name: p for p in came if p.name == GENERATION}
     known = dict(ids) or {kind: record[kind] for kind in _IDS if record and record.get(kind) is not None}
     trained_here = record is not None and "vocab_size" in record
-    if given is None and not trained_here and any(p.name in DECIDES for p in came):
+    if given is None and not trained_here and len(came) > len(generation):  # GPT-2's is vocab.json and merges.txt alone
         kept = {**record, "path": tokenizer.name} if record and tokenizer else _record(tokenizer)
-        out = Beside({p.name: p for p in came}, {}, known, kept)
+        out = Beside({_name(p): p for p in came}, {}, known, kept)
     elif given == NO_TOKENIZER or (given is None and tokenizer is None):
         out = Beside(generation, {}, known, None)
     else:
@@ -142,7 +152,7 @@ def _trained(
     name = {"sentencepiece": "tokenizer.model", "tokenizers": "tokenizer.json"}.get(tokenizer.kind, path.name)
     copies = {**copies, name: path}
     if path.name == "tokenizer.json":
-        copies |= {p.name: p for p in found(path.parent) if p.name not in (*copies, *DECIDES)}
+        copies |= {_name(p): p for p in found(path.parent) if p.name not in (*copies, *DECIDES)}
     made = {}
     if for_transformers and TOKENIZER_CONFIG not in copies:
         made[TOKENIZER_CONFIG] = _transformers_config(tokenizer, model.max_position_embeddings)

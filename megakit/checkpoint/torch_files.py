@@ -7,6 +7,7 @@ an `Inert` that keeps its attributes. Tensors become `LazyTensor`s: their bytes 
 from __future__ import annotations
 
 import io
+import math
 import pickle
 import zipfile
 from collections import OrderedDict
@@ -94,15 +95,18 @@ def load_lazy(path: Path, start: int = 0, length: int | None = None) -> Any:
                     raise Refused(f"{path} is compressed: write it again with torch.save")
                 if "byteorder" in members and archive.read(members["byteorder"]) != b"little":
                     raise Refused(f"{path} was written on a big-endian machine: convert it there to safetensors")
-                records = {key[5:]: start + _data_offset(window, info) for key, info in members.items() if key[:5] == "data/"}
+                stored = {key[5:]: info for key, info in members.items() if key[:5] == "data/"}
+                records = {key: (start + _data_offset(window, info), info.file_size) for key, info in stored.items()}
                 return _Unpickler(io.BytesIO(archive.read(members["data.pkl"])), path, records).load()
-    except (zipfile.BadZipFile, KeyError, EOFError, pickle.UnpicklingError) as error:
+    except Refused:
+        raise
+    except OSError as error:
+        raise Refused(f"{path} can't be read: {error.strerror}") from None
+    except Exception as error:  # whatever bytes that are no such file lead to
         raise Refused(
             f"{path} can't be read as a file of torch.save ({type(error).__name__}: {error}): fetch it again; what a torch before"
             " 1.6 wrote must be loaded and saved with a newer one first"
         ) from None
-    except OSError as error:
-        raise Refused(f"{path} can't be read: {error.strerror}") from None
 
 
 def as_tensor(value: Any, name: str) -> LazyTensor:
@@ -146,9 +150,9 @@ class _Window(io.RawIOBase):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes plain data, LazyTensors and Inerts only. `records` are the first bytes of the storages by key."""
+    """Makes plain data, LazyTensors and Inerts only. `records` are the first byte and the size of the storages by key."""
 
-    def __init__(self, file: BinaryIO, path: Path, records: dict[str, int]):
+    def __init__(self, file: BinaryIO, path: Path, records: dict[str, tuple[int, int]]):
         super().__init__(file)
         self._path, self._records = path, records
 
@@ -189,4 +193,8 @@ class _Unpickler(pickle.Unpickler):
         return lazy(self._stored(storage, offset - column, dtype, (size[0], stride[0]))).narrow(1, column, size[1])
 
     def _stored(self, storage: _Storage, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Stored:
-        return Stored(self._path, self._records[storage.key] + offset * dtype.itemsize, dtype, shape)
+        first, size = self._records[storage.key]
+        needed = (offset + math.prod(shape)) * dtype.itemsize
+        if offset < 0 or needed > size:
+            raise pickle.UnpicklingError(f"a tensor {list(shape)} ends at byte {needed} of a storage of {size}")
+        return Stored(self._path, first + offset * dtype.itemsize, dtype, shape)

@@ -6,12 +6,14 @@ import json
 import os
 import random
 import shutil
+import zipfile
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from megakit.checkpoint.torch_files import load_lazy
 from megakit.checkpoint.weights import open_weights
 from megakit.errors import Refused
 from megakit.modeling.layout import model_params
@@ -238,6 +240,16 @@ def damaged(out, what):
             rows, dtype = (103, torch.bfloat16) if what == "wrong shape" else (101, torch.int8)
             held["model.embed_tokens.weight"] = torch.zeros(rows, 64, dtype=dtype)
         save_file(held, path)
+    if what == "overlap":
+        raw = second.read_bytes()
+        length = int.from_bytes(raw[:8], "little")
+        entries = json.loads(raw[8 : 8 + length])
+        first, last = sorted(name for name in entries if "mlp.gate_proj" in name or "mlp.up_proj" in name)[:2]
+        entries[first]["data_offsets"] = entries[last]["data_offsets"]
+        text = json.dumps(entries).encode()
+        second.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + length :])
+    if what == "index of numbers":
+        index.write_text(json.dumps({"weight_map": {"model.norm.weight": 1, "lm_head.weight": "x"}}))
     if what == "no index":
         index.unlink()
     if what == "broken index":
@@ -258,6 +270,8 @@ def damaged(out, what):
         ("wrong shape", "model.embed_tokens.weight is [103, 64], config.json makes it [101, 64]"),
         ("wrong dtype", "model.embed_tokens.weight has dtype I8"),
         ("surplus", "has model.layers.0.self_attn.q_proj.bias, for which a LlamaForCausalLM has no place"),
+        ("overlap", "{second} can't be read as safetensors (model.layers."),
+        ("index of numbers", "has no weight_map of tensors to files"),
         ("no index", "has neither model.safetensors nor model.safetensors.index.json"),
         ("broken index", "model.safetensors.index.json is not JSON"),
         ("no config", "config.json can't be read: No such file"),
@@ -317,6 +331,32 @@ def test_pickled_folders(tmp_path):
     torch.save({**state, "lm_head.weight": torch.ones(64).expand(101, 64)}, tmp_path / "old" / "pytorch_model.bin")
     with pytest.raises(Refused, match=r"lm_head\.weight is stored with odd strides"):
         open_weights(tmp_path / "old")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"cos\nsystem\n(S'a'\ntR(S'b'\ntR.",  # calls what is no function here
+        b"\x82\x01.",  # an extension that nobody registered
+        b"(lK\x01K\x02s.",  # an item of an empty list
+        b"garbage",
+    ],
+)
+def test_broken_pickles(tmp_path, content):
+    with zipfile.ZipFile(tmp_path / "x.bin", "w") as archive:
+        archive.writestr("archive/data.pkl", content)
+    with pytest.raises(Refused, match=r"x\.bin can't be read as a file of torch\.save"):
+        load_lazy(tmp_path / "x.bin")
+
+
+def test_a_storage_that_is_cut_short(tmp_path):
+    """Nothing is read of the storage behind it."""
+    torch.save({"a": torch.zeros(400), "b": torch.ones(400)}, tmp_path / "whole.bin")
+    with zipfile.ZipFile(tmp_path / "whole.bin") as whole, zipfile.ZipFile(tmp_path / "cut.bin", "w") as cut:
+        for name in whole.namelist():
+            cut.writestr(name, whole.read(name)[: 100 if name.endswith("data/0") else None])
+    with pytest.raises(Refused, match=r"a tensor \[400\] ends at byte 1600 of a storage of 100"):
+        load_lazy(tmp_path / "cut.bin")
 
 
 class Runs:

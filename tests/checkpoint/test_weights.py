@@ -87,6 +87,36 @@ def test_to_another_dtype(tmp_path, stored, dtype):
     assert same_bytes(head, model.lm_head.weight.detach().to(dtype))
 
 
+def test_a_tokenizer_without_a_deciding_file(tmp_path):
+    """GPT-2's is vocab.json and merges.txt; templates may stand in a folder of their own."""
+    model, _ = hf_models.gpt2()
+    start = write(model, tmp_path / "in")
+    names = ("vocab.json", "merges.txt", "tokenizer_config.json", "additional_chat_templates/tools.jinja")
+    (start / "additional_chat_templates").mkdir()
+    for name in names:
+        (start / name).write_text(f"{{}} of {name}")
+    ours = convert(open_weights(start), "megakit", tmp_path / "ours")
+    manifests.verify(ours, deep=True)
+    back = convert(open_weights(ours), "hf", tmp_path / "back")
+    for folder in (ours, back, convert(open_weights(start), "hf", tmp_path / "straight")):
+        assert all((folder / name).read_bytes() == (start / name).read_bytes() for name in names)
+
+
+@pytest.mark.parametrize(("value", "dtype"), [(7e4, torch.float16), (3.4e38, torch.bfloat16)])
+def test_a_number_too_large_for_the_dtype(tmp_path, value, dtype):
+    """Refused by its name, never written as infinity; infinities that were there stay."""
+    model, _ = hf_models.llama()
+    with torch.no_grad():
+        model.model.norm.weight[3] = float("inf")
+        source = open_weights(write(model, tmp_path / "in"))
+        convert(source, "megakit", tmp_path / "same", dtype=dtype)
+        model.model.layers[1].mlp.down_proj.weight[5, 7] = value
+    source = open_weights(write(model, tmp_path / "large"))
+    with pytest.raises(Refused, match=r"layers\.1\.mlp\.down\.weight has (70000|3\.4e\+38) in row 0 or after it"):
+        convert(source, "megakit", tmp_path / "out", dtype=dtype)
+    assert not [p for p in tmp_path.iterdir() if "out" in p.name]
+
+
 def weights(tmp_path):
     model, _ = hf_models.llama()
     start = with_tokenizer(write(model, tmp_path / "in"))

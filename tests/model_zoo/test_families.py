@@ -162,6 +162,20 @@ def test_a_resumed_model_has_the_scaling_of_its_checkpoint():
         ({"rms_norm_eps": "1e-5"}, "model.norm_epsilon = '1e-5', which is no float"),
         ({"num_hidden_layers": True}, "model.num_layers = True, which is no int"),
         ({"model_type": "mistral"}, "model_type = mistral, model.family is llama"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5, megakit's LlamaForCausalLM has 1.0 only"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
+        ({"residual_multiplier": 0.22}, "residual_multiplier = 0.22"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention in layer_types"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters.full_attention = "),
+        ({"rope_parameters": "default"}, "rope_parameters = 'default', which is no dict"),
+        ({"rope_theta": "1e4"}, "rope_theta = '1e4', which is no float"),
+        ({"rope_parameters": {"rope_theta": "1e4"}}, "rotary_base = '1e4', which is no float"),
+        ({"rope_parameters": {"rope_type": []}}, "rope_parameters.rope_type = []"),
+        ({"rope_theta": 0}, "model.rotary_base = 0.0: it must be greater than 1"),
+        ({"num_attention_heads": 0}, "model.num_attention_heads = 0: it must be at least 1"),
+        ({"num_key_value_heads": 5}, "model.num_query_groups = 5 doesn't divide"),
+        ({"rms_norm_eps": float("nan")}, "model.norm_epsilon = nan, which is no number"),
+        ({"rms_norm_eps": -1.0}, "model.norm_epsilon = -1.0: it must be greater than 0"),
     ],
 )
 def test_llama_refusals(change, said):
@@ -205,6 +219,9 @@ QWEN3_8B = {
         ({"hidden_act": "gelu"}, "hidden_act = gelu"),
         ({"num_hidden_layers": None, "use_sliding_window": True, "sliding_window": 4096}, "config.json has no num_hidden_layers"),
         ({"model_type": "qwen3_moe"}, "model_type = qwen3_moe, model.family is qwen3"),
+        ({"layer_types": ["sliding_attention"] * 36}, "sliding_attention in layer_types"),
+        ({"layer_types": 3}, "layer_types = 3, which is no list"),
+        ({"num_experts": 128}, "num_experts = 128"),
     ],
 )  # fmt: skip
 def test_qwen_refusals(change, said):

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import sentencepiece
 import torch
+import yaml
 
 from megakit.parallel.grid import Grid
 from tests.checkpoint import hf_models, workers
@@ -200,6 +203,7 @@ def test_inspect_hugging_face(tmp_path, capsys):
     out = capsys.readouterr().out
     for line in ("family: llama", "num_query_groups: 2", "rotary_base: 500000.0", "tie_embeddings: false", "norm_epsilon: 1e-06"):
         assert f"  {line}\n" in out
+    assert yaml.safe_load(out[out.index("model:") :])["model"]["kv_channels"] is None
     (tmp_path / "in" / "model.safetensors").write_bytes(b"")
     assert main(["inspect", str(tmp_path / "in")]) == 2
     for empty in (tmp_path, tmp_path / "nowhere"):
@@ -294,6 +298,7 @@ def test_verify(tmp_path, capsys, monkeypatch):
     [
         (["--from", "megatron"], "--from megatron, but {path} is of hf"),
         (["--vocab-size", "101"], "--vocab-size 101 is for a SRC of Megatron-LM"),
+        (["--verify", "--tolerance", "nan"], "--tolerance nan must be 0 or more"),
         (["--tolerance", "1"], "--tolerance belongs to --verify"),
         (["--tokenizer", "nowhere"], "there is no tokenizer nowhere"),
     ],
@@ -303,6 +308,40 @@ def test_options_that_do_not_fit(tmp_path, capsys, options, said):
     path = write(model, tmp_path / "in")
     assert main(["--to", "megakit", *options, str(path), str(tmp_path / "out")]) == 2
     assert said.format(path=path) in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_places_that_cannot_be_a_new_folder(tmp_path, capsys, monkeypatch):
+    """Said before anything is written."""
+    model, _ = hf_models.llama()
+    path = write(model, tmp_path / "in")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "to_empty").symlink_to(tmp_path / "empty")
+    monkeypatch.chdir(tmp_path / "empty")
+    for target in (path, tmp_path / "link", tmp_path / "to_empty", path / "config.json", path / "config.json" / "x", ".", ".."):
+        assert main(["--to", "hf", str(path), str(target)]) == 2, target
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and ("is there already" in error or "there can't be a folder" in error), error
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_conversion_that_is_stopped(tmp_path, number):
+    """By Ctrl-C or a job's end in the middle: nothing is left, neither under DST nor beside it."""
+    model, _ = hf_models.llama()
+    path = write(model, tmp_path / "in")
+    slow = "import time, megakit.checkpoint.safetensors_files as s; f = s.write_all"
+    slow += "; s.write_all = lambda file, data: (time.sleep(0.2), f(file, data))"
+    script = Path(__file__).parents[2] / "tools" / "convert_ckpt.py"
+    run = f"{slow}; import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    command = [sys.executable, "-c", run, script, "--to", "megakit", path, tmp_path / "out"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    while not list(tmp_path.glob(".out.tmp-*/weights*")):
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(number)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 128 + number and "Traceback" not in error
+    assert [p.name for p in tmp_path.iterdir()] == ["in"]
 
 
 def test_help_does_not_import_torch():
