@@ -192,12 +192,13 @@ def _width(theirs: dict[str, Any]) -> int:
 def check_values(model: ModelConfig, where: str) -> None:
     """Raises Refused for a value of the wrong type or out of the range that a recipe's has; `where` says whose it is."""
     for f in fields(model):
-        value, allowed = getattr(model, f.name), RANGES.get(f"model.{f.name}")
+        value = getattr(model, f.name)
+        allowed = RANGES.get(f"model.{f.name}")
         if not isinstance(value, _TYPES[str(f.type)]) or (isinstance(value, bool) and f.type != "bool"):
             raise Refused(f"{where} gives model.{f.name} = {value!r}, which is no {f.type}")
         if isinstance(value, (int, float)) and not math.isfinite(value):
             raise Refused(f"{where} gives model.{f.name} = {value}, which is no number")
-        if allowed is not None and value is not None and value not in allowed:
+        if allowed is not None and isinstance(value, (int, float)) and value not in allowed:
             raise Refused(f"{where} gives model.{f.name} = {value}: it must be {allowed.bound(value)}")
     if model.num_attention_heads % model.num_query_groups:
         raise Refused(

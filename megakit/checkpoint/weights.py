@@ -121,6 +121,9 @@ def _of_hugging_face(path: Path) -> WeightsSource:
     config = hf.read_config(path)
     model, tensors = hf.read_tensors(path, config)
     ids = {kind: config.get(f"{kind}_token_id") for kind in ("bos", "eos", "pad")}
+    for kind, given in ids.items():
+        if any(type(number) is not int for number in (given if isinstance(given, list) else [given]) if given is not None):
+            raise Refused(f"{path / hf.CONFIG} has {kind}_token_id = {given!r}: it must be a whole number, several, or null")
     return WeightsSource("hf", path, model, tensors, side_files.deciding(path), None, ids, side_files.found(path))
 
 

@@ -96,16 +96,19 @@ def _device(name: str | None) -> torch.device:
     if name is not None and name.split(":")[0] == "cuda" and not there:
         raise Refused(f"device = {name}, and torch sees no GPU here: use cpu")
     try:
-        return torch.device(name or ("cuda" if there else "cpu"))
+        device = torch.device(name or ("cuda" if there else "cpu"))
     except RuntimeError:
-        raise Refused(f"device = {name} is none that torch knows: use cpu or cuda") from None
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise Refused(f"device = {name}: use cpu or cuda")
+    return device
 
 
 def _ends(tokenizer: Tokenizer, ids: Mapping[str, Any], folder: Path) -> frozenset[int]:
     """Of the tokenizer, of config.json, and of generation_config.json, which names those of a chat's turns too."""
     found = {tokenizer.eod}
     for eos in (ids.get("eos"), _json(folder / "generation_config.json").get("eos_token_id")):
-        found.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
+        found.update(number for number in (eos if isinstance(eos, list) else [eos]) if isinstance(number, int))
     return frozenset(found)
 
 

@@ -254,6 +254,9 @@ def damaged(out, what):
         index.unlink()
     if what == "broken index":
         index.write_text(index.read_text()[:-20])
+    if what == "ids of words":
+        config = json.loads((out / "config.json").read_text())
+        (out / "config.json").write_text(json.dumps({**config, "eos_token_id": [2, "</s>"]}))
     if what == "no config":
         (out / "config.json").unlink()
     return second.name
@@ -274,6 +277,7 @@ def damaged(out, what):
         ("index of numbers", "has no weight_map of tensors to files"),
         ("no index", "has neither model.safetensors nor model.safetensors.index.json"),
         ("broken index", "model.safetensors.index.json is not JSON"),
+        ("ids of words", "config.json has eos_token_id = [2, '</s>']: it must be a whole number"),
         ("no config", "config.json can't be read: No such file"),
     ],
 )

@@ -128,7 +128,8 @@ def test_refusals(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for keys, words in (
         ({"device": "cuda"}, "device = cuda, and torch sees no GPU here: use cpu"),
-        ({"device": "gpu"}, "device = gpu is none that torch knows"),
+        ({"device": "gpu"}, "device = gpu: use cpu or cuda"),
+        ({"device": "meta"}, "device = meta: use cpu or cuda"),
         ({"dtype": "fp8"}, "dtype = fp8 is none of fp32, bf16, fp16"),
         ({"tokenizer": tmp_path / "none"}, "its tokenizer .*none is not there"),
     ):
