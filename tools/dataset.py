@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Optional
 
+from megakit.config.arguments import output_cut_off
 from megakit.errors import Refused, Stop
 
 if TYPE_CHECKING:
@@ -37,12 +38,15 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     args = _parser().parse_args(argv)
     try:
         args.run(args)
+        sys.stdout.flush()  # here, where a reader that has left is noticed
     except Stop as e:
         print(f"dataset: {e}", file=sys.stderr)
         return e.code
     except KeyboardInterrupt:
         print("dataset: interrupted, nothing is written", file=sys.stderr)
         return 128 + signal.SIGINT
+    except BrokenPipeError:
+        return output_cut_off()
     return 0
 
 

@@ -21,6 +21,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Optional
 
+from megakit.config.arguments import output_cut_off
 from megakit.errors import Refused, Stop
 
 if TYPE_CHECKING:
@@ -44,8 +45,12 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         return int(e.code or 0)
     from megakit.data.preprocess.progress import print_summary
 
-    print_summary(summary, time.monotonic() - started)
-    return 0
+    try:
+        print_summary(summary, time.monotonic() - started)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        output_cut_off()
+    return 0  # whoever reads the summary
 
 
 def _run(args: argparse.Namespace) -> Summary:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -93,7 +95,9 @@ def command(help: Help, run: Callable[[Arguments], int], argv: Sequence[str] | N
     try:
         args = parse(sys.argv[1:] if argv is None else argv, help.options)
         if not args.help:
-            return run(args)
+            code = run(args)
+            sys.stdout.flush()  # here, where a reader that has left is noticed
+            return code
         from megakit.config.terminal import print_help
 
         print_help(help, args.overrides, args.config_dir)
@@ -102,3 +106,11 @@ def command(help: Help, run: Callable[[Arguments], int], argv: Sequence[str] | N
         label = {EXIT_REFUSED: "refused", EXIT_FAILED: "failed"}.get(stop.code, "stopped")
         print(f"megakit: {label}: {' '.join(str(stop).split())}", file=sys.stderr)
         return stop.code
+    except BrokenPipeError:
+        return output_cut_off()
+
+
+def output_cut_off() -> int:
+    """Where printing raised BrokenPipeError: nobody reads any more (`| head`), so no more is printed; the exit code."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 128 + signal.SIGPIPE

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import resource
+import signal
 import struct
 import subprocess
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from megakit.data.writer import IndexedWriter
 from megakit.errors import EXIT_REFUSED, EXIT_STORAGE
 from tests.data.corpus import write_corpus
 from tests.data.test_indexed import by_hand
-from tests.tools.processes import modules_after
+from tests.tools.processes import modules_after, tool
 from tools.dataset import main
 
 DOCUMENTS = [[5, 6, 7, 2], [8, 2], [9, 10, 11, 12, 13, 2]]
@@ -394,6 +395,16 @@ def test_decoded_sample(tmp_path: Path, capsys: Any, model_path: Path) -> None:
     assert "was made with tokenizer tttttttttttt" in line
     by_hand(tmp_path / "none", [])
     assert "0 uint16 tokens in 0 documents" in run(capsys, "describe", "--input", tmp_path / "none")
+
+
+def test_a_reader_that_leaves(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "a", [3, 4])
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "wb") as closed:
+        command = tool("dataset", "verify", "--input", tmp_path / "a")
+        done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
 
 
 def test_help_needs_neither_torch_nor_numpy() -> None:

@@ -112,11 +112,6 @@ def row_count(source: Source) -> int:
     return int(open_parquet(source).metadata.num_rows)
 
 
-def column_names(source: Source) -> list[str]:
-    """The columns of a Parquet file."""
-    return list(open_parquet(source).schema_arrow.names)
-
-
 def _batches(file: Any, source: Source, group: int, rows: int, wanted: list[str]) -> Iterator[Any]:
     import pyarrow
 
