@@ -13,7 +13,7 @@ import os
 import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any, BinaryIO, Optional, cast
 from urllib.parse import urlsplit
 
@@ -135,8 +135,8 @@ def _local(argument: str) -> tuple[list[tuple[Source, Any]], int]:
 
 def _folder(folder: str) -> tuple[list[tuple[Source, Any]], int]:
     paths, others = [], 0
-    for where, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]
+    for where, folders, names in os.walk(folder, followlinks=True):
+        folders[:] = [name for name in folders if not name.startswith(".") and not _leads_back(where, name)]
         for name in names:
             if _form(name) is None or _unpacked(name).endswith(".json") or name.startswith("."):
                 others += 1
@@ -145,6 +145,15 @@ def _folder(folder: str) -> tuple[list[tuple[Source, Any]], int]:
     if not paths:
         raise Refused(f"input {folder} is a folder without a file that ends in {', '.join(FOLDER_ENDINGS)} (or .gz, .zst)")
     return [_file(path) for path in sorted(paths, key=_by_parts)], others
+
+
+def _leads_back(folder: str, name: str) -> bool:
+    """Whether a name in a folder is a link to the folder itself or one above it: what is there is found without it."""
+    path = os.path.join(folder, name)
+    if not os.path.islink(path):
+        return False
+    here = Path(folder).resolve()
+    return Path(path).resolve() in (here, *here.parents)
 
 
 def _file(path: str) -> tuple[Source, Any]:

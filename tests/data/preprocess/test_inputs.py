@@ -44,6 +44,18 @@ def test_order_of_folders_globs_and_files(tmp_path: Path) -> None:
     assert found(tmp_path, "odd[1].txt") == ["odd[1].txt"]
 
 
+def test_folders_that_links_lead_to(tmp_path: Path) -> None:
+    """They are below the folder like others, as for a glob; a link that leads back to where it stands ends nothing."""
+    touch(tmp_path, "d/a/1.txt", "elsewhere/b/2.txt")
+    (tmp_path / "d" / "link").symlink_to("../elsewhere")
+    (tmp_path / "d" / "a" / "up").symlink_to("..")
+    (tmp_path / "d" / "a" / "self").symlink_to(".")
+    assert found(tmp_path, "d") == ["d/a/1.txt", "d/link/b/2.txt"]
+    (tmp_path / "d" / "again").symlink_to("a")
+    with pytest.raises(Refused, match=r"1\.txt is given more than once"):
+        found(tmp_path, "d")
+
+
 def test_forms_and_packings(tmp_path: Path) -> None:
     touch(tmp_path, "a.json", "b.ndjson.gz", "c.text.zst", "d.parquet")
     sources = find_inputs([str(tmp_path / name) for name in sorted(os.listdir(tmp_path))]).sources
