@@ -3,6 +3,7 @@ in pieces. Nothing is there under the final name before all of it is complete, s
 
 from __future__ import annotations
 
+import glob
 import math
 import os
 import platform
@@ -101,7 +102,9 @@ def write(
     """
     out, nbytes = target.path, planned.nbytes + planned.beside.nbytes
     _check_room(out, nbytes)
-    aside = out.with_name(f".{out.name}.tmp-{os.getpid()}")
+    ours = f".{out.name}.tmp-{platform.node()}-"
+    aside = out.with_name(f"{ours}{os.getpid()}")
+    _remove_leftovers(out.parent, ours)
     try:
         aside.mkdir(parents=True)
         with _checksums_compared(source if compare_checksums else None):
@@ -119,6 +122,17 @@ def write(
         raise StorageFailed(f"{out} was not written: {error}; needed {nbytes / 1e6:,.1f} MB, free {_free(out)}") from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def _remove_leftovers(folder: Path, before_pid: str) -> None:
+    """What conversions to the same place left that were killed on this machine."""
+    for left in folder.glob(f"{glob.escape(before_pid)}*"):
+        try:
+            os.kill(int(left.name.removeprefix(before_pid)), 0)
+        except ProcessLookupError:
+            shutil.rmtree(left, ignore_errors=True)
+        except (OSError, ValueError):
+            continue
 
 
 @contextmanager

@@ -19,15 +19,19 @@ from megakit.config.schema import Config, ModelConfig
 from megakit.errors import Refused
 from megakit.modeling.layout import model_params
 from model_zoo import FAMILIES
+from model_zoo.family import check_values
 
 _ONLY = {
     "num_experts": None,
     "multi_latent_attention": False,
     "mtp_num_layers": None,
     "apply_layernorm_1p": False,
+    "qk_l2_norm": False,
     "apply_residual_connection_post_layernorm": False,
     "squared_relu": False,
     "quick_geglu": False,
+    "glu_linear_offset": 0.0,
+    "activation_func_clamp_value": None,
     "rotary_interleaved": False,
     "rotary_percent": 1.0,
     "no_rope_freq": None,
@@ -158,6 +162,9 @@ def model_of(args: SimpleNamespace, vocab_size: int, folder: Path) -> ModelConfi
     for name, only in _ONLY.items():
         if get(name, only) not in (only, False if only is None else only):
             raise Refused(f"{folder} was trained with {name} = {get(name)}, megakit's decoder has {only} only")
+    for name in ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings"):
+        if type(get(name)) is not int or get(name) < 1:
+            raise Refused(f"{folder} has {name} = {get(name)} in its args: it must be a whole number, 1 or more")
     hidden, heads = get("hidden_size"), get("num_attention_heads")
     width = get("kv_channels", hidden // heads)
     model = ModelConfig(
@@ -185,6 +192,7 @@ def model_of(args: SimpleNamespace, vocab_size: int, folder: Path) -> ModelConfi
     )
     if model.position_embedding == "rope":
         model = replace(model, rotary_base=float(get("rotary_base", 10000)), **_scaling(get))
+    check_values(model, f"{folder}, by its args,")
     return replace(model, family=_family(model))
 
 

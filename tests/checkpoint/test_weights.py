@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import platform
 import shutil
+import subprocess
+import sys
 from unittest import mock
 
 import pytest
@@ -190,6 +194,25 @@ def test_a_write_that_fails(tmp_path, where):
     with mock.patch.object(*at, side_effect=full), pytest.raises(StorageFailed, match="No space left on device; needed 0"):
         convert(source, "hf", tmp_path / "out")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in", "ours"]
+
+
+def test_what_a_killed_conversion_left(tmp_path):
+    """The next one to the same place removes it, unless its process still runs, or ran on another machine."""
+    model, _ = hf_models.llama()
+    source = open_weights(write(model, tmp_path / "in"))
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    here = platform.node()
+    names = [
+        f".out.tmp-{here}-{gone.pid}",
+        f".out.tmp-{here}-{os.getppid()}",
+        ".out.tmp-elsewhere-1",
+        f".other.tmp-{here}-{gone.pid}",
+    ]
+    for name in names:
+        (tmp_path / name / "part").mkdir(parents=True)
+    convert(source, "megakit", tmp_path / "out")
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(["in", "out", *names[1:]])
 
 
 def test_what_is_no_folder_of_weights(tmp_path):
