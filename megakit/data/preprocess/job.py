@@ -143,6 +143,7 @@ class _Job:
             "--append-eod": options.append_eod,
             "--max-record-mib": options.limit / 2**20,
             "tokenizer": tokenizer.fingerprint,
+            "end token": tokenizer.eod,  # which files beside a tokenizer.json may name
             "bytes of input": inputs.size,
             "input files": len(inputs.sources),
             "fingerprint of the input": inputs.fingerprint(),

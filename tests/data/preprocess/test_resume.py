@@ -24,6 +24,7 @@ from megakit.errors import Refused, StorageFailed
 from tests.data.corpus import plain_text
 from tests.data.preprocess.packed import PACK
 from tests.data.preprocess.test_job import files, write_jsonl
+from tests.data.tokenizer.made import byte_level, folder
 
 KEYS = ("text", "more")
 
@@ -142,6 +143,19 @@ def test_another_command_does_not_go_on(tmp_path: Path, model_path: Path) -> Non
     with pytest.raises(Refused, match=r"bytes of input was \d+ and is \d+.*--overwrite to begin anew"):
         preprocess([str(source)], str(model_path), prefix, options(keys=("text",)))
     assert preprocess([str(source)], str(model_path), prefix, options(keys=("text",), overwrite=True)).resumed_at == 0
+
+
+def test_another_end_token(tmp_path: Path) -> None:
+    """The tokenizer.json is the same, the file beside it names another token."""
+    source = write_jsonl(tmp_path / "a.jsonl", plain_text(50))
+    beside = {"tokenizer_config": {"eos_token": "<|im_end|>"}}
+    model = str(folder(tmp_path / "t", byte_level("gpt2"), **beside))
+    prefix = str(tmp_path / "out")
+    with pytest.raises(Stopped):
+        preprocess([str(source)], model, prefix, options(keys=("text",)), stop_after(2))
+    (tmp_path / "t" / "tokenizer_config.json").unlink()
+    with pytest.raises(Refused, match=r"end token was 602 and is 600"):
+        preprocess([str(source)], model, prefix, options(keys=("text",)))
 
 
 def test_same_size_other_content(tmp_path: Path, model_path: Path) -> None:
