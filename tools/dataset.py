@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Optional
 
-from megakit.config.arguments import output_cut_off
+from megakit.config.arguments import output_cut_off, whole_number
 from megakit.errors import Refused, Stop
 
 if TYPE_CHECKING:
@@ -69,8 +69,8 @@ def _parser() -> argparse.ArgumentParser:
     _writes(one)
     how = one.add_mutually_exclusive_group(required=True)
     how.add_argument("--shares", metavar="98,2", help="parts by shares of the tokens, cut at the nearest document")
-    how.add_argument("--documents", type=_positive, metavar="N", help="parts of N documents")
-    how.add_argument("--tokens", type=_positive, metavar="N", help="parts of about N tokens, cut at the nearest document")
+    how.add_argument("--documents", type=whole_number, metavar="N", help="parts of N documents")
+    how.add_argument("--tokens", type=whole_number, metavar="N", help="parts of about N tokens, cut at the nearest document")
 
     one = command("describe", _describe, "counts, lengths of documents, use of token ids, a text", several=True)
     one.add_argument("--tokenizer", metavar="FILE", help="decode with it")
@@ -78,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--json", action="store_true", help="JSON, in place of text")
 
     one = command("verify", _verify, "check every offset and every token", several=True)
-    one.add_argument("--vocab-size", type=_positive, metavar="N", help="ids must be below it (default: as the .json says)")
+    one.add_argument("--vocab-size", type=whole_number, metavar="N", help="ids must be below it (default: as the .json says)")
     one.add_argument("--write-checksums", action="store_true", help="write PREFIX.sha256, which verify compares from then on")
     return parser
 
@@ -86,13 +86,6 @@ def _parser() -> argparse.ArgumentParser:
 def _writes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="writes PREFIX.bin, .idx and .json")
     parser.add_argument("--overwrite", action="store_true", help="replace an output that is there")
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is less than 1")
-    return value
 
 
 def _prefixes(inputs: Sequence[str]) -> list[str]:

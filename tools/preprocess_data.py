@@ -21,7 +21,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Optional
 
-from megakit.config.arguments import output_cut_off
+from megakit.config.arguments import output_cut_off, whole_number
 from megakit.errors import Refused, Stop
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
         help="keys or columns of the text, each for its own output (default: text)",
     )
     parser.add_argument(
-        "--workers", type=_positive, default=len(os.sched_getaffinity(0)), metavar="N", help="processes (default: all cores)"
+        "--workers", type=whole_number, default=len(os.sched_getaffinity(0)), metavar="N", help="processes (default: all cores)"
     )
     parser.add_argument(
         "--append-eod",
@@ -131,13 +131,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--max-record-mib",
-        type=_positive,
+        type=whole_number,
         default=64,
         metavar="N",
         help="a longer line, file or text is a bad record: bounds memory (default: 64)",
     )
     parser.add_argument(
-        "--log-interval", type=_positive, metavar="N", help="a line every N documents (default: every 30 s; on a terminal a bar)"
+        "--log-interval",
+        type=whole_number,
+        metavar="N",
+        help="a line every N documents (default: every 30 s; on a terminal a bar)",
     )
     parser.add_argument(
         "--overwrite", action="store_true", help="replace an output that is there, and another command's unfinished one"
@@ -161,13 +164,6 @@ def _add_megatron_options(parser: argparse.ArgumentParser) -> None:
     for option in (*NO_EFFECT, *REFUSED):
         action = NoEffect if option in NO_EFFECT else NotHere
         parser.add_argument(option, nargs=0 if option in FLAGS else None, action=action, help=argparse.SUPPRESS)
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is less than 1")
-    return value
 
 
 def _raise_exit(number: int, frame: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -108,6 +109,13 @@ def command(help: Help, run: Callable[[Arguments], int], argv: Sequence[str] | N
         return stop.code
     except BrokenPipeError:
         return output_cut_off()
+
+
+def whole_number(text: str) -> int:
+    """The type of an argparse option that is a whole number above 0."""
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"{text} is no whole number above 0")
+    return int(text)
 
 
 def output_cut_off() -> int:

@@ -192,6 +192,12 @@ def test_a_command_for_megatron(tmp_path: Path, model_path: Path) -> None:
         assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("value", ["0", "-1", "x", "1.5"])
+def test_numbers(tmp_path: Path, model_path: Path, value: str) -> None:
+    done = subprocess.run(job(tmp_path, model_path, tmp_path / "o", "--workers", value), capture_output=True, text=True)
+    assert done.returncode == 2 and f"argument --workers: {value} is no whole number above 0" in done.stderr
+
+
 def test_the_old_names_are_gone(tmp_path: Path, model_path: Path) -> None:
     """No abbreviation either: --json-key would be --json-keys."""
     source = write_jsonl(tmp_path / "a.jsonl", ["the"])

@@ -91,7 +91,7 @@ def find_inputs(arguments: Sequence[str]) -> Inputs:
     sources: list[Source] = []
     seen: dict[Any, str] = {}
     others = 0
-    for argument in arguments:
+    for argument in (one.removeprefix("file://") for one in arguments):
         found, left_out = _remote(argument) if is_url(argument) else _local(argument)
         others += left_out
         for source, identity in found:
@@ -250,4 +250,5 @@ def _both_ends(source: Source) -> bytes:
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    told = error.__cause__ or error  # of a URL that isn't there, the error's own text is the URL
+    return " ".join(str(told).split()) or type(told).__name__

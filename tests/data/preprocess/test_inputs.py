@@ -92,6 +92,12 @@ def test_inputs_that_cannot_be_read(tmp_path: Path, arguments: list[str], words:
     assert "\n" not in str(e.value)
 
 
+def test_a_file_and_its_url_are_one(tmp_path: Path) -> None:
+    touch(tmp_path, "a.txt")
+    with pytest.raises(Refused, match=r"a\.txt is given more than once"):
+        find_inputs([f"file://{tmp_path}/a.txt", str(tmp_path / "a.txt")])
+
+
 class Quiet(SimpleHTTPRequestHandler):
     """A web server that answers with files and says nothing."""
 
@@ -130,7 +136,7 @@ def test_urls_give_what_files_give(tmp_path: Path, model_path: Path, served: tup
         summary = preprocess(inputs, str(model_path), str(tmp_path / where), options)
         assert files(tmp_path / where) == files(tmp_path / "files")
         assert summary.counts[0].documents == 3 * len(texts) + 1
-    with pytest.raises(Refused, match=r"input http://.*/none\.jsonl can't be read: ") as e:
+    with pytest.raises(Refused, match=r"input http://.*/none\.jsonl can't be read: 404, .*not found") as e:
         find_inputs([f"{address}/none.jsonl"])
     assert "\n" not in str(e.value)
     with pytest.raises(Refused, match=r"input nosuch://x\.jsonl can't be read: Protocol not known"):

@@ -170,6 +170,18 @@ def test_same_size_other_content(tmp_path: Path, model_path: Path) -> None:
         preprocess([str(source)], str(model_path), str(tmp_path / "out"), options(keys=("text",)))
 
 
+def test_other_content_in_the_middle(tmp_path: Path, model_path: Path) -> None:
+    """Both ends and the size are the same: only the time tells."""
+    source = write_jsonl(tmp_path / "a.jsonl", [*plain_text(100), "other", *plain_text(100)])
+    assert source.stat().st_size > 4 * 4096
+    with pytest.raises(Stopped):
+        preprocess([str(source)], str(model_path), str(tmp_path / "out"), options(keys=("text",)), stop_after(2))
+    source.write_bytes(source.read_bytes().replace(b"other", b"words"))
+    os.utime(source, ns=(0, 0))
+    with pytest.raises(Refused, match="fingerprint of the input was"):
+        preprocess([str(source)], str(model_path), str(tmp_path / "out"), options(keys=("text",)))
+
+
 def test_after_a_bad_record_goes_on_with_skip_bad(tmp_path: Path, model_path: Path) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", [text for text in plain_text(50) if text.strip()])
     with open(source, "a") as f:

@@ -15,7 +15,7 @@ import gigatoken
 import numpy as np
 import pytest
 import sentencepiece
-from tokenizers import normalizers, pre_tokenizers
+from tokenizers import AddedToken, normalizers, pre_tokenizers
 
 from megakit.data.tokenizer import Tokenizer, fast, giga, load_tokenizer
 from megakit.data.tokenizer.encoder import Encoder, EncoderDiffers, ReferenceEncoder, SegmentsEncoder, Unsupported
@@ -187,6 +187,15 @@ def test_awkward_texts_are_tried_whatever_the_sample(model_path: Path, monkeypat
     monkeypatch.setattr(fast, "FAST", {"wrong": Wrong})
     monkeypatch.setattr(Wrong, "hidden", hidden)
     assert choose_encoder(load_tokenizer(model_path), ["the of and"]).encoder == "sentencepiece"
+
+
+def test_added_tokens_are_tried_whatever_the_sample(tmp_path: Path) -> None:
+    """gigatoken makes this one of a part of a word too."""
+    made = byte_level("gpt2")
+    made.add_tokens([AddedToken("state", single_word=True)])
+    tokenizer = load_tokenizer(folder(tmp_path, made))
+    choice = choose_encoder(tokenizer, SAMPLE)
+    assert choice.encoder == "tokenizers" and "other ids for the text that begins 'xstatey" in choice.reason
 
 
 def test_numbers_are_cut_as_the_library_cuts_them() -> None:
