@@ -19,6 +19,7 @@ from model_zoo import FAMILIES, Family, family
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+HEAD = "lm_head.weight"
 PICKLE = "pytorch_model.bin"
 PICKLE_INDEX = "pytorch_model.bin.index.json"
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -47,6 +48,8 @@ def read_tensors(folder: Path, config: dict[str, Any]) -> tuple[ModelConfig, dic
     stored = _with_prefix(its, _stored(folder))
     mapped = its.tensors(model)
     _check_tensors(folder, its, stored, {p.name: p.hf_shape(m.shape) for m in mapped.values() for p in m.parts}, model)
+    if model.tie_embeddings and HEAD in stored:
+        _check_tied(folder, stored[HEAD], stored[mapped["embedding.word.weight"].parts[0].name])
     tensors = {}
     for name, ours in mapped.items():
         tensors[name] = cat([stored[p.name].t() if p.transposed else stored[p.name] for p in ours.parts])
@@ -97,7 +100,7 @@ def _check_tensors(
 ) -> None:
     missing = [name for name in expected if name not in stored]
     if missing:
-        why = ": the output head is not tied to the embedding" if "lm_head.weight" in missing else ""
+        why = ": the output head is not tied to the embedding" if HEAD in missing else ""
         raise Refused(f"{folder} has no tensor {_some(missing)}, which its config.json asks for{why}; fetch it again")
     known = [re.compile(pattern) for pattern in (*its.ignored, *(["lm_head\\.weight"] if model.tie_embeddings else []))]
     surplus = [n for n in stored if n not in expected and not any(p.fullmatch(n) for p in known)]
@@ -112,6 +115,22 @@ def _check_tensors(
             listed = ", ".join(_NAMES[d] for d in _FLOATS)
             file = tensor.tiles[0].stored.path
             raise Refused(f"{file}: {name} has dtype {_NAMES.get(tensor.dtype, tensor.dtype)}, megakit reads {listed}")
+
+
+def _check_tied(folder: Path, head: LazyTensor, embedding: LazyTensor) -> None:
+    """Raises Refused for the head of a tied model that isn't its embedding: transformers then doesn't tie them. Some rows are
+    compared, for every rank of a run reads the folder."""
+    last = embedding.shape[0] - 1
+    rows = sorted({last * i // 63 for i in range(64)})
+    if head.shape != embedding.shape or any(not torch.equal(_row(head, r), _row(embedding, r)) for r in rows):
+        raise Refused(
+            f"{folder} has {HEAD}, which is another tensor than the embedding, and config.json has tie_word_embeddings = true:"
+            " set it to false, or remove the tensor"
+        )
+
+
+def _row(tensor: LazyTensor, row: int) -> torch.Tensor:
+    return tensor.narrow(0, row, 1).read(torch.float32)
 
 
 def _weight_map(index: Path) -> dict[str, str]:

@@ -106,6 +106,12 @@ def test_tied(tmp_path):
     tensors = files(tmp_path / "in")
     save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, tmp_path / "in" / "model.safetensors")
     open_weights(tmp_path / "in")
+    other = torch.randn(101, 64) * 0.1
+    save_file({**tensors, "lm_head.weight": other}, tmp_path / "in" / "model.safetensors", {"format": "pt"})
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "in")
+    assert torch.equal(theirs.lm_head.weight, other)  # transformers doesn't tie it then
+    with pytest.raises(Refused, match=r"lm_head\.weight, which is another tensor than the embedding, and .* tie_word_embeddings"):
+        open_weights(tmp_path / "in")
 
 
 def test_untied(tmp_path):
