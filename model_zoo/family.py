@@ -42,7 +42,7 @@ _NEUTRAL: dict[str, Any] = {
         ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale"), 1.0
     ),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "clip_qkv")),
-    **dict.fromkeys(("attention_sinks", "use_qk_norm", "no_rope_layers"), False),
+    **dict.fromkeys(("attention_sinks", "use_qk_norm", "no_rope_layers", "rope_interleaved", "use_mrope"), False),
     **dict.fromkeys(("num_experts", "num_local_experts"), 0),
 }
 """Keys of other families that change the logits where they have other values: a config.json that borrows one is of a model that

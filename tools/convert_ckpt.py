@@ -45,13 +45,23 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.code
     except KeyboardInterrupt:
-        print("error: interrupted: nothing is left of it", file=sys.stderr)
-        return 128 + signal.SIGINT
+        return _stopped(signal.SIGINT)
+    except Terminated:
+        return _stopped(signal.SIGTERM)
     return EXIT_DONE
 
 
-def _raise_exit(signum: int, frame: object) -> None:
-    raise SystemExit(128 + signum)
+class Terminated(BaseException):
+    """SIGTERM came: so that leaving cleans up, as Ctrl-C does."""
+
+
+def _raise_terminated(number: int, frame: object) -> None:
+    raise Terminated
+
+
+def _stopped(number: int) -> int:
+    print(f"error: stopped by {signal.Signals(number).name}: nothing is left of it", file=sys.stderr)
+    return 128 + number
 
 
 def convert_parser() -> argparse.ArgumentParser:
@@ -156,5 +166,5 @@ def _bytes(text: str) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _raise_exit)  # so that leaving cleans up, as Ctrl-C does
+    signal.signal(signal.SIGTERM, _raise_terminated)
     sys.exit(main())

@@ -164,6 +164,7 @@ def test_a_resumed_model_has_the_scaling_of_its_checkpoint():
         ({"model_type": "mistral"}, "model_type = mistral, model.family is llama"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5, megakit's LlamaForCausalLM has 1.0 only"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
+        ({"rope_interleaved": True}, "rope_interleaved = True, megakit's LlamaForCausalLM has False only"),
         ({"residual_multiplier": 0.22}, "residual_multiplier = 0.22"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention in layer_types"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters.full_attention = "),
