@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megakit.config.arguments import output_cut_off
 from megakit.errors import EXIT_DONE, Refused, Stop
 
 if TYPE_CHECKING:
@@ -41,11 +42,14 @@ def main(argv: list[str] | None = None) -> int:
             _inspect(inspect_parser().parse_args(given[1:]))
         else:
             _convert(convert_parser().parse_args(given))
+        sys.stdout.flush()  # here, where a reader that has left is noticed
     except Stop as error:
         print(f"error: {error}", file=sys.stderr)
         return error.code
     except KeyboardInterrupt:
         return _stopped(signal.SIGINT)
+    except BrokenPipeError:
+        return output_cut_off()
     except Terminated:
         return _stopped(signal.SIGTERM)
     return EXIT_DONE

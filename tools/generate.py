@@ -9,12 +9,15 @@ order, with an empty line behind it.
 from __future__ import annotations
 
 import argparse
+import io
+import signal
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megakit.config.arguments import output_cut_off
 from megakit.errors import EXIT_DONE, Refused, Stop
 
 if TYPE_CHECKING:
@@ -34,7 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return e.code
     except KeyboardInterrupt:
         print("\ngenerate: interrupted", file=sys.stderr)
-        return 130
+        return 128 + signal.SIGINT
+    except BrokenPipeError:
+        return output_cut_off()
     return EXIT_DONE
 
 
@@ -138,4 +143,6 @@ def _print(text: str) -> None:
 
 
 if __name__ == "__main__":
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal may not have every character that a model makes
     sys.exit(main())

@@ -344,5 +344,13 @@ def test_a_conversion_that_is_stopped(tmp_path, number):
     assert [p.name for p in tmp_path.iterdir()] == ["in"]
 
 
+def test_when_nobody_reads_what_is_inspected(tmp_path):
+    model, _ = hf_models.llama()
+    command = [sys.executable, Path(__file__).parents[2] / "tools" / "convert_ckpt.py", "inspect", write(model, tmp_path / "in")]
+    gone = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    gone.stdout.close()
+    assert (gone.stderr.read(), gone.wait()) == ("", 128 + signal.SIGPIPE)
+
+
 def test_help_does_not_import_torch():
     assert "torch" not in modules_after("convert_ckpt", "--help")

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -97,3 +102,24 @@ def test_help_is_quick():
     assert "torch" not in modules_after("generate", "--help")
     done = run_tool("evaluate", "--help")
     assert done.returncode == 0 and "--model_args path=" in done.stdout
+
+
+def test_when_nobody_reads_the_text(folder):
+    """`| head` and terminals that lack a character: no traceback."""
+    command = [
+        sys.executable,
+        str(Path(__file__).parents[2] / "tools" / "generate.py"),
+        "--checkpoint",
+        str(folder),
+        "--device",
+        "cpu",
+    ]
+    gone = subprocess.Popen([*command, "--prompt", "a"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    gone.stdout.close()
+    error = gone.stderr.read()
+    assert gone.wait() == 128 + signal.SIGPIPE and "Traceback" not in error
+    ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii:strict"}
+    done = subprocess.run(
+        [*command, "--prompt", "\u00e9", "--max-new-tokens", "2"], env=ascii_only, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and done.stdout.startswith("?"), done.stderr
