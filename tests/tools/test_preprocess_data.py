@@ -157,6 +157,23 @@ def test_ctrl_c_reaches_the_whole_group(tmp_path: Path, model_path: Path, delay:
     assert not list(tmp_path.glob("o.*[!l]"))
 
 
+@pytest.mark.parametrize("delay", [0.1, 0.3])
+def test_ctrl_c_while_workers_start(tmp_path: Path, model_path: Path, delay: float) -> None:
+    """They import their modules then, where nothing of ours would catch it."""
+    source = write_jsonl(tmp_path / "a.jsonl", ["\n".join(plain_text(400))] * 1000)
+    command = job(source, model_path, tmp_path / "o", "--workers", 2)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    deadline = time.monotonic() + 30
+    while len(children(process.pid)) < 3:  # with the one that tracks what they share
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.005)
+    time.sleep(delay)
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=10)
+    assert process.returncode == 130
+    assert errors == "preprocess_data: interrupted, nothing is written\n"
+
+
 def job(source: Path, model: Path, prefix: Path, *more: object) -> list[str]:
     return tool("preprocess_data", "--input", source, "--tokenizer-model", model, "--output-prefix", prefix, *more)
 

@@ -7,6 +7,8 @@ and which texts go to the reference. It keeps every word it has seen, so it is b
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -80,13 +82,34 @@ class GigatokenEncoder(Encoder):
 
 @contextmanager
 def _failures_as(kind: type[Exception], what: str) -> Iterator[None]:
-    """What gigatoken raises, as one of ours."""
+    """What gigatoken raises, as one of ours; what signals raise comes when it is over."""
     try:
-        yield
+        with _signals_later():
+            yield
     except (KeyboardInterrupt, SystemExit, MemoryError, Unsupported, EncoderDiffers):
         raise
     except BaseException as e:  # a panic in Rust is no Exception
         raise kind(f"{what} ({' '.join(str(e).split())[:120]})") from None
+
+
+@contextmanager
+def _signals_later() -> Iterator[None]:
+    """The handlers of Ctrl-C and SIGTERM are called behind the block: in it, Rust would take what they raise for a failure."""
+    if threading.current_thread() is not threading.main_thread():  # no other one runs handlers
+        yield
+        return
+    came: list[tuple[int, Any]] = []
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    held = {number: handler for number, handler in handlers.items() if callable(handler)}
+    for number in held:
+        signal.signal(number, lambda number, frame: came.append((number, frame)))
+    try:
+        yield
+    finally:
+        for number, handler in held.items():
+            signal.signal(number, handler)
+        for came_number, frame in came:
+            held[signal.Signals(came_number)](came_number, frame)
 
 
 def _resident_bytes() -> int:

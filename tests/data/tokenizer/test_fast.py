@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 import sys
 import unicodedata
 from collections.abc import Callable, Sequence
@@ -196,6 +197,31 @@ def test_added_tokens_are_tried_whatever_the_sample(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(folder(tmp_path, made))
     choice = choose_encoder(tokenizer, SAMPLE)
     assert choice.encoder == "tokenizers" and "other ids for the text that begins 'xstatey" in choice.reason
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_is_no_failure_of_the_library(model_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
+    """Rust makes errors and panics of a KeyboardInterrupt: the interrupt would be lost, and the slow way chosen."""
+
+    def interrupted(self: Any, texts: list[str]) -> Any:
+        try:
+            os.kill(os.getpid(), number)
+            return np.zeros(0, np.int32), np.zeros(len(texts), np.int64)
+        except KeyboardInterrupt as e:
+            raise RuntimeError("a panic") from e
+
+    def handler(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    encoder = GigatokenEncoder(load_tokenizer(model_path))
+    monkeypatch.setattr(GigatokenEncoder, "_encode_whole", interrupted)
+    before = signal.signal(number, handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            encoder.encode_batch(["the"])
+        assert signal.getsignal(number) is handler
+    finally:
+        signal.signal(number, before)
 
 
 def test_numbers_are_cut_as_the_library_cuts_them() -> None:
