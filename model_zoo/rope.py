@@ -61,13 +61,17 @@ def _scaling_of(block: str, rope: dict[str, Any], config: dict[str, Any]) -> dic
         raise Refused(
             f"config.json has {block}.{nested} = {rope[nested]}: megakit's layers have one rotary embedding, of numbers"
         )
-    if kind == "default":
-        return {}
-    if kind not in _ROPE_KEYS:
+    if kind not in ["default", *_ROPE_KEYS]:
         raise Refused(
             f"config.json has {block} of type {kind}, megakit's rotary embedding has default, {', '.join(_ROPE_KEYS)}: another"
             " scaling would change the logits"
         )
+    if nested := next((name for name, value in rope.items() if isinstance(value, (dict, list))), None):
+        raise Refused(
+            f"config.json has {block}.{nested} = {rope[nested]}: megakit's layers have one rotary embedding, of numbers"
+        )
+    if kind == "default":
+        return {}
     keys = _ROPE_KEYS[kind]
     known = {*keys, "rope_type", "type", "rope_theta", "partial_rotary_factor"}
     values = {k: v for k, v in rope.items() if v is not None and k not in known}
