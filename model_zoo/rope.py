@@ -57,10 +57,6 @@ def _scaling_of(block: str, rope: dict[str, Any], config: dict[str, Any]) -> dic
     partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if partial not in (None, 1.0):
         raise Refused(f"config.json has {block}.partial_rotary_factor = {partial}, megakit turns whole heads only")
-    if nested := next((name for name, value in rope.items() if isinstance(value, (dict, list))), None):
-        raise Refused(
-            f"config.json has {block}.{nested} = {rope[nested]}: megakit's layers have one rotary embedding, of numbers"
-        )
     if kind not in ["default", *_ROPE_KEYS]:
         raise Refused(
             f"config.json has {block} of type {kind}, megakit's rotary embedding has default, {', '.join(_ROPE_KEYS)}: another"
