@@ -134,8 +134,8 @@ def write(
                 out.write(sidecar_bytes(sidecar))
                 out.flush()
                 os.fsync(out.fileno())
-        elif overwrite:
-            discard({"json": f"{prefix}.json"})  # that of the corpus that is replaced
+        elif os.path.exists(f"{prefix}.json"):
+            os.remove(f"{prefix}.json")  # that of the corpus that is replaced
         publish(prefix, aside)
     except OSError as e:
         raise StorageFailed(f"writing {prefix}: {e.strerror}; nothing was kept") from e

@@ -252,9 +252,10 @@ def sync_folder(path: str) -> None:
 
 
 def discard(aside: dict[str, str]) -> None:
-    """Remove what there is of these files."""
+    """Remove what there is of these files, as far as it can be: for cleaning up, where an error was told before."""
     for path in aside.values():
-        _remove(path)
+        with contextlib.suppress(OSError):
+            _remove(path)
 
 
 def check_free(prefix: str, overwrite: bool) -> None:

@@ -179,6 +179,16 @@ def test_a_prefix_without_a_name(tmp_path: Path, capsys: Any) -> None:
 
 
 @pytest.mark.parametrize("command", ["merge", "split"])
+def test_a_place_that_cannot_be_written(tmp_path: Path, capsys: Any, command: str) -> None:
+    """/proc takes no file, also for root; and a file is no folder."""
+    write_corpus(tmp_path / "a", [3, 4])
+    how = ["--documents", "1"] if command == "split" else []
+    for prefix in ("/proc/x", tmp_path / "a.bin" / "x"):
+        line = refused(capsys, command, "--input", tmp_path / "a", "--output-prefix", prefix, *how, code=EXIT_STORAGE)
+        assert f"writing {prefix}" in line and line.endswith("nothing was kept\n")
+
+
+@pytest.mark.parametrize("command", ["merge", "split"])
 def test_a_full_disk_leaves_nothing(tmp_path: Path, capsys: Any, command: str) -> None:
     write_corpus(tmp_path / "a", [10, 50_000])
     how = ["--documents", "1"] if command == "split" else []
