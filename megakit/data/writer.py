@@ -269,17 +269,19 @@ def check_free(prefix: str, overwrite: bool) -> None:
 
 def check_apart(prefixes: Sequence[str], inputs: Iterable[str]) -> None:
     """Refused if an output of these prefixes is one of the input files, by whatever name: it would replace what is read."""
-    outputs = {}
-    for path in (f"{prefix}.{end}" for prefix in prefixes for end in ("bin", "idx", "json")):
-        with contextlib.suppress(FileNotFoundError):
-            outputs[_identity(path)] = path
-    for path in inputs if outputs else ():
-        if (output := outputs.get(_identity(path))) is not None:
+    there = {_identity(path): path for prefix in prefixes for path in (f"{prefix}.{end}" for end in ("bin", "idx", "json"))}
+    there.pop(None, None)
+    for path in inputs if there else ():
+        if (output := there.get(_identity(path))) is not None:
             raise Refused(f"output {output} is the input {path}, which would be lost: choose another output prefix")
 
 
-def _identity(path: str) -> tuple[int, int]:
-    facts = os.stat(path)
+def _identity(path: str) -> Optional[tuple[int, int]]:
+    """The same for all names of a file; None if it isn't there."""
+    try:
+        facts = os.stat(path)
+    except OSError:
+        return None
     return facts.st_dev, facts.st_ino
 
 
