@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -36,8 +37,19 @@ class Bench:
         path = f"{folder / 'bin'}:{os.environ['PATH']}"
         env = {**os.environ, "PATH": path, "SLURM_JOB_ID": "42", "OUT": str(folder), **(env or {})}
         self.proc = subprocess.Popen(
-            ["bash", folder / "job"], env=env, cwd=folder, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            ["bash", folder / "job"],
+            env=env,
+            cwd=folder,
+            stderr=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         )
+
+    def lose(self) -> None:
+        """The node is gone, and all that ran on it."""
+        os.killpg(self.proc.pid, signal.SIGKILL)
+        self.proc.communicate()
 
     def wait_for(self, name: str) -> None:
         deadline = time.monotonic() + 20

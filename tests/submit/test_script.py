@@ -178,8 +178,7 @@ def test_starts_that_ended_without_a_word_count_too(tmp_path):
         bench = Bench(tmp_path, script(), "touch $OUT/up; sleep 20")
         bench.wait_for("up")
         (tmp_path / "up").unlink()
-        bench.proc.kill()
-        bench.proc.communicate()
+        bench.lose()
     assert Bench(tmp_path, script(), "exit 0").end() == (4, "")
 
 
