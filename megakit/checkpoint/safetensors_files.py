@@ -170,7 +170,8 @@ class Writer:
     def _write_tensor(self, file: BinaryIO, digest: hashlib._Hash, planned: Planned) -> None:
         tensor, row = planned.tensor, math.prod(planned.tensor.shape[1:]) * planned.dtype.itemsize
         per = max(1, BLOCK // max(1, row))
-        narrower = torch.finfo(planned.dtype).max < torch.finfo(tensor.dtype).max
+        # one without elements has no dtype of its own
+        narrower = bool(tensor.tiles) and torch.finfo(planned.dtype).max < torch.finfo(tensor.dtype).max
         for lo in range(0, tensor.shape[0], per):
             part = tensor.narrow(0, lo, min(per, tensor.shape[0] - lo))
             nbytes = part.shape[0] * row
