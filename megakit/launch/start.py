@@ -103,7 +103,7 @@ def _run_here(cfg: Config, ranks: Ranks, target: str) -> int:
         end_with_parent(signal.SIGTERM)  # torchrun, when killed or sent SIGUSR1, leaves its ranks behind: save and stop
     try:
         with _stoppable():
-            return load_target(target)(cfg, ranks) or EXIT_DONE
+            code = load_target(target)(cfg, ranks) or EXIT_DONE
     except KeyboardInterrupt:
         code = EXIT_ASKED_TO_STOP
         _say(stop_line(code, local.NOTHING_TO_SAVE))
@@ -116,7 +116,7 @@ def _run_here(cfg: Config, ranks: Ranks, target: str) -> int:
     if ranks.launcher in ("slurm", "mpi") and code in AGREED:
         code = _speak_for_all(ranks, code)
     if ranks.world > 1:
-        # tear-down could wait for peers that are gone, and change the exit code
+        # tear-down could wait for peers that are gone, or end a thread of torch's in the middle and abort: another exit code
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
