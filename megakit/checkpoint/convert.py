@@ -20,11 +20,12 @@ import torch
 
 import megakit
 from megakit.checkpoint import hf, side_files
-from megakit.checkpoint.manifest import FORMAT, MANIFEST, FileInfo, check_checksums, sha256_file, sync_folder, write_json
+from megakit.checkpoint.manifest import FORMAT, MANIFEST, FileInfo, check_checksums, write_json
 from megakit.checkpoint.safetensors_files import Planned, Writer, file_names, header, shards
 from megakit.checkpoint.side_files import Beside
 from megakit.checkpoint.weights import DTYPES, KIND, WeightsSource
 from megakit.errors import Refused, StorageFailed
+from megakit.files import sha256_file, sync_folder
 from model_zoo import family
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}

@@ -9,7 +9,6 @@ checkpoints/latest                        the name of the newest complete checkp
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megakit.errors import Refused
+from megakit.files import sha256_file
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -25,9 +25,6 @@ FORMAT = 1
 
 _STEP = re.compile(r"step_(\d{8,})")
 _ASIDE = re.compile(r"\.step_\d{8,}\.(tmp|old|trash)|\.latest\.tmp|\.probe-[0-9a-f]{32}")
-
-
-_HASH_CHUNK = 1 << 22
 
 
 class FileInfo(NamedTuple):
@@ -63,15 +60,6 @@ def folders(root: Path) -> dict[int, Path]:
 def leftovers(root: Path) -> list[Path]:
     """What a killed save or removal left: never under a checkpoint's name."""
     return sorted(p for p in root.iterdir() if _ASIDE.fullmatch(p.name)) if root.is_dir() else []
-
-
-def sha256_file(path: Path) -> str:
-    """Checksum of a file's content, hex, read in pieces."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while chunk := file.read(_HASH_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -162,12 +150,3 @@ def write_json(path: Path, value: Any) -> None:
         file.write("\n")
         file.flush()
         os.fsync(file.fileno())
-
-
-def sync_folder(path: Path) -> None:
-    """Make the names in a folder survive a crash of the machine."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

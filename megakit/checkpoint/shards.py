@@ -27,7 +27,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from megakit.checkpoint.agree import Disagreed, one_line
-from megakit.checkpoint.manifest import FileInfo, sha256_file
+from megakit.checkpoint.manifest import FileInfo
+from megakit.files import sha256_file
 from megakit.parallel.comm import Comm
 
 Shape = tuple[int, ...]

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megakit.checkpoint.manifest import sha256_file, sync_folder, write_json
+from megakit.checkpoint.manifest import write_json
 from megakit.config.schema import ModelConfig
 from megakit.errors import Refused
+from megakit.files import sha256_file, sync_folder
 
 if TYPE_CHECKING:
     from megakit.data.tokenizer import Tokenizer

@@ -32,9 +32,7 @@ from megakit.checkpoint.manifest import (
     folders,
     read_json,
     read_manifest,
-    sha256_file,
     steps,
-    sync_folder,
     verify,
     write_json,
 )
@@ -42,6 +40,7 @@ from megakit.checkpoint.resume import Choice, check_model, choose, damage
 from megakit.checkpoint.shards import Boxes
 from megakit.config.schema import Config
 from megakit.errors import Refused, StorageFailed
+from megakit.files import sha256_file, sync_folder
 from megakit.parallel.comm import Comm
 
 __all__ = ["Choice", "check_model", "choose", "damage", "load", "read_manifest", "run_info", "save", "steps", "verify"]

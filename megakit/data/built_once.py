@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Optional
 
 from megakit.errors import Refused, Stop, StorageFailed
+from megakit.files import sync_file, sync_folder
 
 Tell = Callable[[str], None]
 _POLL_S = 0.2
@@ -93,8 +94,9 @@ def _make(folder: Path, handle: int, build: Callable[[Path, Tell], None]) -> Non
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir()
         build(aside, tell)
-        for path in [*aside.iterdir(), aside]:
-            _sync(path)
+        for path in aside.iterdir():
+            sync_file(path)
+        sync_folder(aside)
         try:
             aside.rename(folder)
         except OSError:
@@ -105,11 +107,3 @@ def _make(folder: Path, handle: int, build: Callable[[Path, Tell], None]) -> Non
         raise StorageFailed(f"writing {folder}: {e.strerror}; nothing was kept") from e
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

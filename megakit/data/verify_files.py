@@ -12,6 +12,7 @@ import numpy as np
 from megakit.data.indexed import IndexedFile
 from megakit.data.rewrite import Progress
 from megakit.errors import Refused, StorageFailed
+from megakit.files import sha256_file
 
 _DOCUMENTS = 1 << 22  # at a time
 _TOKENS = 1 << 24
@@ -59,7 +60,7 @@ def verify(
     if ends is not None:
         _check_ends(file, ends)
     if hashed:
-        sums = {os.path.basename(file.bin_path): bin_hash, os.path.basename(file.idx_path): _hash_of(file.idx_path)}
+        sums = {os.path.basename(file.bin_path): bin_hash, os.path.basename(file.idx_path): sha256_file(file.idx_path)}
         if write_checksums:
             _write_checksums(prefix, sums)
         else:
@@ -118,14 +119,6 @@ def _check_ends(file: IndexedFile, eod: int) -> None:
                 f"{file.bin_path}: document {start + at} {what}, {file.prefix}.json says that {eod} ends every document: one of"
                 " them is damaged or of another corpus; make the data again"
             )
-
-
-def _hash_of(path: str) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as f:
-        while data := f.read(_TOKENS):
-            digest.update(data)
-    return digest.hexdigest()
 
 
 def _read_checksums(prefix: str) -> dict[str, str]:

@@ -18,6 +18,7 @@ import numpy as np
 from megakit.data.indexed import DTYPES, HEADER, MAGIC, VERSION
 from megakit.data.sidecar import Sidecar, sidecar_bytes
 from megakit.errors import Refused, StorageFailed
+from megakit.files import sync_folder
 
 _LARGEST_LENGTH = 2**31 - 1  # sequence lengths are int32 in the format
 _CHUNK = 1 << 22
@@ -240,15 +241,6 @@ def publish(prefix: str, aside: dict[str, str]) -> None:
         _remove(aside["lengths"])
     except OSError as e:
         raise StorageFailed(f"writing {prefix}: {e.strerror}") from e
-
-
-def sync_folder(path: str) -> None:
-    """Bring the names in a folder to disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def discard(aside: dict[str, str]) -> None:

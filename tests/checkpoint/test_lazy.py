@@ -11,10 +11,10 @@ import torch
 from megakit.checkpoint import lazy as lazy_module
 from megakit.checkpoint import safetensors_files
 from megakit.checkpoint.lazy import LazyTensor, cat, lazy
-from megakit.checkpoint.manifest import sha256_file
 from megakit.checkpoint.safetensors_files import Planned, Writer, read_header
 from megakit.checkpoint.torch_files import Inert, load_lazy
 from megakit.errors import Refused
+from megakit.files import sha256_file
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -20,6 +20,7 @@ from megakit.checkpoint import manifest as manifests
 from megakit.checkpoint import safetensors_files, side_files
 from megakit.checkpoint.weights import open_weights
 from megakit.errors import Refused, StorageFailed
+from megakit.files import sha256_file
 from tests.checkpoint import hf_models
 from tests.checkpoint.hf_models import convert, files, same_bytes, write
 
@@ -133,7 +134,7 @@ def test_the_manifest_tells_what_is_there(tmp_path):
     assert manifest["kind"] == "weights" and manifest["dtype"] == "fp32"
     assert manifest["source"] == {"kind": "hf", "path": str(tmp_path / "in"), "step": None}
     assert manifest["parameters"] == sum(t.numel() for t in files(tmp_path / "in").values())
-    assert manifest["tokenizer"]["fingerprint"] == manifests.sha256_file(tmp_path / "in" / "tokenizer.json")
+    assert manifest["tokenizer"]["fingerprint"] == sha256_file(tmp_path / "in" / "tokenizer.json")
     assert manifest["files"].keys() == {p.name for p in ours.iterdir()} - {"manifest.json"}
     manifests.verify(ours, deep=True)
 

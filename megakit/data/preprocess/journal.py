@@ -15,8 +15,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Optional, TextIO
 
 from megakit.data.preprocess.blocks import Place
-from megakit.data.writer import Written, sync_folder
+from megakit.data.writer import Written
 from megakit.errors import Refused, StorageFailed
+from megakit.files import sync_folder
 
 _VERSION = 1
 

@@ -1,0 +1,35 @@
+"""Files on disk, for every part that writes or checks them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+
+_CHUNK = 1 << 22
+
+
+def sha256_file(path: str | os.PathLike[str]) -> str:
+    """Checksum of a file's content, hex, read in pieces."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def sync_folder(path: str | os.PathLike[str]) -> None:
+    """Bring the names in a folder to disk, so that they survive a crash of the machine."""
+    _sync(path)
+
+
+def sync_file(path: str | os.PathLike[str]) -> None:
+    """Bring the content of a file that is closed already to disk."""
+    _sync(path)
+
+
+def _sync(path: str | os.PathLike[str]) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
