@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
@@ -25,6 +23,7 @@ from megakit.errors import Stop
 from megakit.parallel.comm import Comm
 from megakit.parallel.grid import Grid, ParallelState
 from tests.checkpoint.layouts import fill, rank_boxes, wrong
+from tests.limits import file_size_limit
 
 INFO = {"config": {"model": {}}, "consumed_samples": 0, "data": None, "tokenizer": None}
 
@@ -117,19 +116,9 @@ def bad_boxes(root: Path, kind: str) -> str:
     return "saved"
 
 
-@contextmanager
-def file_limit(nbytes: int) -> Iterator[None]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 def save_limited(root: Path, step: int, rank: int, limit: int, scale: int, keep: int) -> str:
     """A save in which one rank can't write files above `limit` bytes."""
-    with file_limit(limit if comm().state.rank == rank else resource.RLIM_INFINITY):
+    with file_size_limit(limit if comm().state.rank == rank else resource.RLIM_INFINITY):
         return _save_and_say(root, step, scale, keep)
 
 

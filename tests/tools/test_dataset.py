@@ -5,12 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import resource
 import signal
 import struct
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +21,7 @@ from megakit.data.writer import IndexedWriter
 from megakit.errors import EXIT_REFUSED, EXIT_STORAGE
 from tests.data.corpus import write_corpus
 from tests.data.test_indexed import by_hand
+from tests.limits import file_size_limit
 from tests.tools.processes import modules_after, tool
 from tools.dataset import main
 
@@ -45,16 +43,6 @@ def refused(capsys: pytest.CaptureFixture[str], *words: object, code: int = EXIT
     out = capsys.readouterr()
     assert out.out == "" and out.err.count("\n") == 1, out
     return out.err
-
-
-@contextmanager
-def file_size_limit(nbytes: int) -> Iterator[None]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def content(prefix: Path, ends: tuple[str, ...] = ("bin", "idx")) -> list[bytes]:

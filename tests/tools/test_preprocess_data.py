@@ -7,7 +7,6 @@ import fcntl
 import json
 import os
 import re
-import resource
 import signal
 import struct
 import subprocess
@@ -20,6 +19,7 @@ import pytest
 from megakit.data.indexed import IndexedFile
 from tests.data.corpus import plain_text
 from tests.data.preprocess.test_job import DA1, write_jsonl
+from tests.limits import file_size_limit
 from tests.tools.processes import modules_after, run_tool, tool
 
 
@@ -182,10 +182,8 @@ def test_no_room(tmp_path: Path, model_path: Path) -> None:
     """A limit on the size of files stands for a full disk."""
     source = write_jsonl(tmp_path / "a.jsonl", ["\n".join(plain_text(400))] * 20)
 
-    def little_room() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-
-    done = subprocess.run(job(source, model_path, tmp_path / "o"), capture_output=True, text=True, preexec_fn=little_room)
+    with file_size_limit(100_000):
+        done = subprocess.run(job(source, model_path, tmp_path / "o"), capture_output=True, text=True)
     assert done.returncode == 74 and done.stderr.count("\n") == 1
     assert done.stderr == f"preprocess_data: writing {tmp_path}/o: File too large; make room: nothing is kept\n"
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
