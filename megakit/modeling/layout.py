@@ -67,8 +67,8 @@ def model_stages(cfg: Config) -> list[StageLayout]:
 
 def rank_stages(cfg: Config, rank: int) -> list[StageLayout]:
     """The stages of one pipeline rank, one per chunk."""
-    stages, where = model_stages(cfg), model_placement(cfg)
-    return [stages[where.stage(rank, chunk)] for chunk in range(where.chunks)]
+    stages = model_stages(cfg)
+    return [stages[s] for s in model_placement(cfg).held(rank)]
 
 
 def split_layers(num_layers: int, stages: int, given: list[int] | None = None) -> list[StageLayout]:

@@ -155,7 +155,7 @@ class _Step:
             hidden_tp += m * w.stage_layers[s] * self.layer.hidden_tp
             hidden_cp += m * w.stage_layers[s] * self.layer.hidden_cp
         bubble = pipeline - m * busy[worst]
-        layers = max(sum(w.stage_layers[s] for s in held) for held in ranks)
+        layers = max(w.rank_layers)
         tables = w.table_elements * (1 if w.pp > 1 or w.tied else 2)
         elements = layers * w.layer_elements + tables
         dp_exposed, dp_hidden = self.data_parallel(elements, layers, pipeline, busy[worst])
@@ -236,7 +236,7 @@ def _beside(traffic: float, window: float) -> float:
     return AT_ONCE * traffic + max(0.0, (1 - AT_ONCE) * traffic - window)
 
 
-def _pipeline(w: Workload, stages: tuple[StageTime, ...], ranks: list[list[int]], busy: list[float]) -> float:
+def _pipeline(w: Workload, stages: tuple[StageTime, ...], ranks: tuple[tuple[int, ...], ...], busy: list[float]) -> float:
     """Seconds from the first forward pass to the last backward pass, in closed form."""
     m, most, p = w.micro_batches, max(busy), w.pp
     if p == 1:

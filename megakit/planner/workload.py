@@ -208,10 +208,9 @@ class Workload:
         return self.seq * self.micro_batch_size * self.micro_batches * self.dp
 
     @property
-    def rank_stages(self) -> list[list[int]]:
+    def rank_stages(self) -> tuple[tuple[int, ...], ...]:
         """Stages of each place on the pp axis, by chunk."""
-        where = generators.placement(self.schedule, self.pp, self.virtual_stages)
-        return [[where.stage(rank, chunk) for chunk in range(self.virtual_stages)] for rank in range(self.pp)]
+        return _rank_stages(self.schedule, self.pp, self.virtual_stages)
 
     @property
     def rank_layers(self) -> list[int]:
@@ -228,6 +227,12 @@ class Workload:
     def table_elements(self) -> int:
         """Elements of the embedding, or of the head, on one rank."""
         return self.hidden * self.vocab // self.tp
+
+
+@lru_cache(maxsize=256)
+def _rank_stages(schedule: str, pp: int, chunks: int) -> tuple[tuple[int, ...], ...]:
+    where = generators.placement(schedule, pp, chunks)
+    return tuple(where.held(rank) for rank in range(pp))
 
 
 @lru_cache(maxsize=256)

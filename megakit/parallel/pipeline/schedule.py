@@ -68,6 +68,10 @@ class Placement:
         """The stage that is a rank's chunk, in order of the model's layers."""
         return chunk * self.ranks + (self.ranks - 1 - rank if self.v_shape and chunk % 2 else rank)
 
+    def held(self, rank: int) -> tuple[int, ...]:
+        """The stages of a rank, by chunk."""
+        return tuple(self.stage(rank, chunk) for chunk in range(self.chunks))
+
     def place(self, stage: int) -> tuple[int, int]:
         """(rank, chunk) of a stage."""
         chunk, rank = divmod(stage, self.ranks)
