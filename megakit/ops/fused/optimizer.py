@@ -7,7 +7,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from megakit.ops.fused.library import DTYPES, call, dtype_code, fake, needs, operator
+from megakit.ops.fused.library import DTYPES, call, dtype_code, fake, operator
 
 SHARDS = 48
 """MEGAKIT_SHARDS: of one launch."""
@@ -47,11 +47,16 @@ def adamw_(
     tensors, where = (master, exp_avg, exp_avg_sq, grad), master[0].device
     if weights and len(weights) != len(master):
         raise RuntimeError(f"{len(weights)} of {len(master)} shards have weights: all or none")
-    for group in (*tensors, weights):
+    copies = weights[0].dtype if weights else torch.float32
+    for group, dtype in (*((group, torch.float32) for group in tensors), (weights, copies)):
         for t, m in zip(group, master):
             if not t.is_contiguous():
                 raise RuntimeError(f"a shard of {m.numel()} has strides {t.stride()}: all are flat, without gaps")
-            needs("a shard's tensor", t.flatten(), (m.numel(),), group[0].dtype if group is weights else torch.float32, where)
+            if t.numel() != m.numel() or t.dtype != dtype or t.device != where:
+                raise RuntimeError(
+                    f"a shard's tensor is [{t.numel()}] of {t.dtype} on {t.device}, and the kernel takes [{m.numel()}] of {dtype}"
+                    f" on {where}: pass it so"
+                )
     code = dtype_code(weights[0]) if weights else DTYPES[torch.float32]
     for lo in range(0, len(master), SHARDS):
         here = range(lo, min(lo + SHARDS, len(master)))
