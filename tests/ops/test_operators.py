@@ -111,7 +111,11 @@ def test_a_second_gradient_is_right_or_refused(emulated, name):
     total = sum(o.square().sum() for o in (out if isinstance(out, tuple) else (out,)))
     first = torch.autograd.grad(total, inputs, create_graph=True)
     if name in LINEAR:
-        assert torch.autograd.grad(first[0].sum(), inputs[0])[0].isfinite().all()
+        jacobian = torch.autograd.functional.jacobian(function, tuple(inputs))[0].reshape(-1, inputs[0].numel())
+        want = 2 * (jacobian.T @ jacobian).sum(0)  # of |J x + ...|^2, whose gradient is 2 J^T (J x + ...)
+        (second,) = torch.autograd.grad(first[0].sum(), inputs[0])
+        assert want.any()
+        torch.testing.assert_close(second.flatten(), want)
         return
     with pytest.raises(RuntimeError, match=r"first gradients only|once_differentiable"):
         sum(f.sum() for f in first).backward()
