@@ -17,6 +17,24 @@ def sha256_file(path: str | os.PathLike[str]) -> str:
     return digest.hexdigest()
 
 
+def write_whole(path: str | os.PathLike[str], data: str | bytes) -> None:
+    """Write a file that is there whole or not at all: aside, brought to disk, renamed over what was there.
+
+    Raises OSError, and leaves nothing behind then. Text is written as UTF-8.
+    """
+    aside = f"{os.fspath(path)}.tmp-{os.getpid()}"
+    try:
+        with open(aside, "wb") as file:
+            file.write(data.encode() if isinstance(data, str) else data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+        sync_folder(os.path.dirname(path) or ".")
+    finally:
+        if os.path.exists(aside):
+            os.remove(aside)
+
+
 def sync_folder(path: str | os.PathLike[str]) -> None:
     """Bring the names in a folder to disk, so that they survive a crash of the machine."""
     _sync(path)

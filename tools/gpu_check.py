@@ -23,7 +23,6 @@ import argparse
 import datetime
 import importlib.metadata
 import json
-import os
 import platform
 import shutil
 import sys
@@ -38,6 +37,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from megakit import __version__
 from megakit.errors import Refused
+from megakit.files import write_whole
 from megakit.ops.fused.library import Missing, load
 from tools.gpu import tables
 from tools.gpu.jobs import Done, Job, run_jobs
@@ -160,9 +160,7 @@ def main(argv: list[str] | None = None) -> int:
         progress.update(bar, completed=1.0)
     path = args.out / f"gpu-{_slug(report['device'])}-{report['date'][:19].replace(':', '')}.json"
     args.out.mkdir(parents=True, exist_ok=True)
-    aside = path.with_suffix(".part")
-    aside.write_text(json.dumps(report, indent=1) + "\n")
-    os.replace(aside, path)
+    write_whole(path, json.dumps(report, indent=1) + "\n")
     Console(width=max(100, Console().width)).print(tables.render(report))
     print(path)
     return int(bool(report["wrong"]))

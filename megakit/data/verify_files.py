@@ -12,7 +12,7 @@ import numpy as np
 from megakit.data.indexed import IndexedFile
 from megakit.data.rewrite import Progress
 from megakit.errors import Refused, StorageFailed
-from megakit.files import sha256_file
+from megakit.files import sha256_file, write_whole
 
 _DOCUMENTS = 1 << 22  # at a time
 _TOKENS = 1 << 24
@@ -138,13 +138,8 @@ def _read_checksums(prefix: str) -> dict[str, str]:
 
 def _write_checksums(prefix: str, sums: dict[str, str]) -> None:
     path = f"{prefix}.sha256"
-    aside = f"{path}.tmp-{os.getpid()}"
     try:
-        with open(aside, "w", encoding="utf-8") as f:
-            f.writelines(f"{digest}  {name}\n" for name, digest in sums.items())
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(aside, path)
+        write_whole(path, "".join(f"{digest}  {name}\n" for name, digest in sums.items()))
     except OSError as e:
         raise StorageFailed(f"writing {path}: {e.strerror}") from e
 

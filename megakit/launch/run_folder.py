@@ -17,6 +17,7 @@ from typing import Protocol, TypeVar
 from megakit.config.schema import Config
 from megakit.config.typed import to_yaml
 from megakit.errors import Refused
+from megakit.files import write_whole
 from megakit.launch.ranks import Ranks
 
 T = TypeVar("T")
@@ -90,9 +91,9 @@ def _prepare(cfg: Config, ranks: Ranks, plan: str | None) -> Path:
         if (folder / "config.yaml").exists():
             kept = next(p for p in _numbered(folder / "config.yaml", ".") if not p.exists())
             os.replace(folder / "config.yaml", kept)
-        _write(folder / "config.yaml", config)
+        write_whole(folder / "config.yaml", config)
     if plan is not None:
-        _write(folder / "plan.json", plan)
+        write_whole(folder / "plan.json", plan)
     return folder
 
 
@@ -188,12 +189,3 @@ def _read(path: Path) -> str | None:
         return path.read_text()
     except FileNotFoundError:
         return None
-
-
-def _write(path: Path, text: str) -> None:
-    aside = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    with open(aside, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)

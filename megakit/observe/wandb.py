@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import urlparse
 
 from megakit.config.schema import Config
+from megakit.files import write_whole
 from megakit.observe.background import error_line
 from megakit.observe.record import Record, scalars
 
@@ -72,9 +73,7 @@ def _run_id(run_dir: Path) -> str:
     path = run_dir / "wandb" / "run_id"
     if not path.exists():
         path.parent.mkdir(exist_ok=True)
-        aside = path.with_name(f"run_id.tmp-{os.getpid()}")
-        aside.write_text(uuid.uuid4().hex[:12])
-        os.replace(aside, path)
+        write_whole(path, uuid.uuid4().hex[:12])
     return path.read_text().strip()
 
 

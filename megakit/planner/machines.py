@@ -14,6 +14,7 @@ from megakit.config.rules import model_ranks
 from megakit.config.schema import ClusterConfig, Config
 from megakit.config.typed import replace
 from megakit.errors import Refused
+from megakit.files import write_whole
 from megakit.planner.hardware import Fitted, Gpu, catalogue
 from megakit.planner.kernels import HALF_SPEED, STREAM
 
@@ -43,9 +44,7 @@ def store(cluster: ClusterConfig, measured: Mapping[str, Any]) -> tuple[Path, Gp
         raise Refused(f"cluster.name = {cluster.name} can't name a file: use letters, digits, - and _")
     path = folder() / f"{cluster.name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_suffix(".tmp")
-    aside.write_text(json.dumps({"measured": dict(measured), "gpu": dataclasses.asdict(gpu)}, indent=1) + "\n")
-    aside.replace(path)
+    write_whole(path, json.dumps({"measured": dict(measured), "gpu": dataclasses.asdict(gpu)}, indent=1) + "\n")
     return path, gpu
 
 

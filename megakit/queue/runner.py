@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from megakit.files import write_whole
 from megakit.queue.process import identity, kill_session, session
 
 ORDER, LOCK, STARTED, ENDED = "order.json", "lock", "started.json", "ended.json"
@@ -89,12 +90,7 @@ def _become(order: dict[str, Any], log: int, gate: int, opened: int) -> None:
 
 def write(path: Path, what: dict[str, Any]) -> None:
     """A JSON file that is there whole or not at all."""
-    aside = path.with_suffix(".tmp")
-    with open(aside, "w") as file:
-        json.dump(what, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
+    write_whole(path, json.dumps(what))
 
 
 def main() -> None:

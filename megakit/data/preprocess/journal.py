@@ -17,7 +17,7 @@ from typing import Any, Optional, TextIO
 from megakit.data.preprocess.blocks import Place
 from megakit.data.writer import Written
 from megakit.errors import Refused, StorageFailed
-from megakit.files import sync_folder
+from megakit.files import write_whole
 
 _VERSION = 1
 
@@ -101,12 +101,7 @@ class Journal:
     def write(self, state: State) -> None:
         """Replace the state on disk. What it speaks of must be there already."""
         try:
-            with open(f"{self._path}.new", "w", encoding="utf-8") as f:
-                json.dump({"version": _VERSION, **asdict(state)}, f)
-                f.flush()
-                os.fsync(f.fileno())
-            os.replace(f"{self._path}.new", self._path)
-            sync_folder(self.folder)
+            write_whole(self._path, json.dumps({"version": _VERSION, **asdict(state)}))
         except OSError as e:
             raise StorageFailed(f"writing {self._path}: {e.strerror}") from e
 
