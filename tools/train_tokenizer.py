@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import Optional
 
+from megakit.config.arguments import whole_number
 from megakit.errors import Stop
 
 
@@ -25,7 +26,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     started = time.monotonic()
     try:
         check_new(path, args.overwrite)
-        texts = texts_of(args.input, tuple(args.json_keys), args.skip_bad)
+        texts = texts_of(args.input, tuple(args.json_keys), args.skip_bad, args.max_record_mib << 20)
         model = train(texts, args.vocab_size, max_lines=args.max_lines, character_coverage=args.character_coverage)
         write_model(path, model)
     except Stop as e:
@@ -53,11 +54,14 @@ def _parser() -> argparse.ArgumentParser:
         "--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys of the text in a JSONL record, or Parquet columns"
     )
     parser.add_argument(
-        "--vocab-size", type=int, required=True, metavar="N", help="pieces, the 3 control and 256 byte pieces included"
+        "--vocab-size", type=whole_number, required=True, metavar="N", help="pieces, the 3 control and 256 byte pieces included"
     )
     parser.add_argument("--output", required=True, metavar="PREFIX", help="writes PREFIX.model")
     parser.add_argument(
-        "--max-lines", type=int, metavar="N", help="train on N lines drawn evenly (default: all; they must fit in memory)"
+        "--max-lines",
+        type=whole_number,
+        metavar="N",
+        help="train on N lines drawn evenly (default: all; they must fit in memory)",
     )
     parser.add_argument(
         "--character-coverage",
@@ -68,6 +72,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--skip-bad", action="store_true", help="go on at a record without a text (default: stop and name its line)"
+    )
+    parser.add_argument(
+        "--max-record-mib",
+        type=whole_number,
+        default=64,
+        metavar="N",
+        help="a longer line, file or text is a bad record: bounds memory (default: 64)",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an output that is there")
     return parser

@@ -14,26 +14,28 @@ from megakit.data.preprocess.job import bad_record
 from megakit.data.preprocess.records import BAD, DEFAULT_LIMIT, text_of
 from megakit.data.preprocess.worker import BadRecord
 from megakit.errors import Refused, StorageFailed
+from megakit.files import write_whole
 
 _SAMPLE_SEED = 0
 _LONGEST_LINE = 1 << 30  # bytes; sentencepiece silently leaves out longer ones, by default those over 4,192
 
 
-def texts_of(inputs: Sequence[str], keys: tuple[str, ...], skip_bad: bool) -> Iterator[str]:
-    """The text of every document of `inputs` (inputs.py), in order. Refused for a bad record unless `skip_bad`."""
+def texts_of(inputs: Sequence[str], keys: tuple[str, ...], skip_bad: bool, limit: int = DEFAULT_LIMIT) -> Iterator[str]:
+    """The text of every document of `inputs` (inputs.py), in order.
+
+    A record without a text, or of more than `limit` bytes, is Refused, or left out with `skip_bad`.
+    """
     sources = find_inputs(inputs).sources
     before, source = 0, 0
     for block in plan_blocks(sources, keys):
         if block.source != source:
             before, source = 0, block.source
         number = -1
-        for number, record in enumerate(block.work.records(keys, DEFAULT_LIMIT)):
+        for number, record in enumerate(block.work.records(keys, limit)):
             for key in keys:
                 text, reason = text_of(record, key)
                 if reason in BAD and not skip_bad:
-                    raise Refused(
-                        bad_record(where(sources, block, number, before), BadRecord(number, key, reason), DEFAULT_LIMIT)
-                    )
+                    raise Refused(bad_record(where(sources, block, number, before), BadRecord(number, key, reason), limit))
                 if not reason:
                     yield text
         before += number + 1
@@ -92,19 +94,11 @@ def check_new(path: str, overwrite: bool) -> None:
 
 def write_model(path: str, model: bytes) -> None:
     """Write `path` aside and rename it. StorageFailed if it can't be written."""
-    aside = f"{path}.tmp-{os.getpid()}"
     try:
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-        with open(aside, "wb") as f:
-            f.write(model)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(aside, path)
+        write_whole(path, model)
     except OSError as e:
         raise StorageFailed(f"writing {path}: {e.strerror}") from e
-    finally:
-        if os.path.exists(aside):
-            os.remove(aside)
 
 
 class _Lines:

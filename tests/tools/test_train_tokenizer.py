@@ -32,9 +32,26 @@ def test_train(tmp_path: Path) -> None:
 
 def test_refusals_are_one_line(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "the"}\n{"txt": "of"}\n')
-    for extra, words in (([], "line 2"), (["--skip-bad"], "too high")):
+    cases = (
+        ([], "line 2: "),
+        (["--skip-bad"], "too high"),
+        (["--vocab-size", "-5"], "-5 is no whole number above 0"),
+        (["--max-lines", "0"], "0 is no whole number above 0"),
+    )
+    for extra, words in cases:
         done = run_tool(
             "train_tokenizer", "--input", tmp_path / "a.jsonl", "--vocab-size", 400, "--output", tmp_path / "t", *extra
         )
-        assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1
+        assert done.returncode == 2 and words in done.stderr.splitlines()[-1]
+        assert done.stderr.count("\n") == 1 or done.stderr.startswith("usage: ")
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def test_long_records(tmp_path: Path) -> None:
+    texts = ["ab " * (1 << 19), *plain_text(200)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    arguments = ["--input", tmp_path / "a.jsonl", "--vocab-size", 300, "--output", tmp_path / "t", "--max-record-mib", 1]
+    done = run_tool("train_tokenizer", *arguments)
+    assert done.returncode == 2 and "line 1: longer than --max-record-mib 1; raise it" in done.stderr, done.stderr
+    done = run_tool("train_tokenizer", *arguments, "--skip-bad")
+    assert done.returncode == 0 and "300 pieces" in done.stdout

@@ -29,7 +29,7 @@ class RowGroups:
     def records(self, keys: tuple[str, ...], limit: int) -> Iterator[Record]:
         """Each row as a record."""
         file = open_parquet(self.source)
-        wanted = [key for key in dict.fromkeys(keys) if key in file.schema_arrow.names]
+        wanted = _wanted(file, self.source, keys)
         for group in self.groups:
             rows = file.metadata.row_group(group).num_rows
             if not wanted:
@@ -61,7 +61,7 @@ RowWork = tuple[int, "RowGroups | Rows"]
 def row_work(source: Source, keys: tuple[str, ...], start: int, block_bytes: int) -> Iterator[RowWork]:
     """All rows of a file from row `start` on as work."""
     file = open_parquet(source)
-    wanted = [key for key in dict.fromkeys(keys) if key in file.schema_arrow.names]
+    wanted = _wanted(file, source, keys)
     held: list[int] = []
     held_bytes = row = 0
     for group in range(file.num_row_groups):
@@ -110,6 +110,16 @@ def open_parquet(source: Source) -> Any:
 def row_count(source: Source) -> int:
     """Rows of a Parquet file."""
     return int(open_parquet(source).metadata.num_rows)
+
+
+def _wanted(file: Any, source: Source, keys: tuple[str, ...]) -> list[str]:
+    """The columns of the text that the file has; Refused where one name stands for several."""
+    names = file.schema_arrow.names
+    wanted = [key for key in dict.fromkeys(keys) if key in names]
+    for key in wanted:
+        if (count := names.count(key)) > 1:
+            raise Refused(f"input {source.path} has {count} columns named {key}: rename or leave out all but the one to read")
+    return wanted
 
 
 def _batches(file: Any, source: Source, group: int, rows: int, wanted: list[str]) -> Iterator[Any]:

@@ -138,13 +138,19 @@ def _folder(folder: str) -> tuple[list[tuple[Source, Any]], int]:
     for where, folders, names in os.walk(folder, followlinks=True):
         folders[:] = [name for name in folders if not name.startswith(".") and not _leads_back(where, name)]
         for name in names:
-            if _form(name) is None or _unpacked(name).endswith(".json") or name.startswith("."):
-                others += 1
-            else:
+            if _in_folder(name):
                 paths.append(os.path.join(where, name))
+            else:
+                others += 1
     if not paths:
         raise Refused(f"input {folder} is a folder without a file that ends in {', '.join(FOLDER_ENDINGS)} (or .gz, .zst)")
     return [_file(path) for path in sorted(paths, key=_by_parts)], others
+
+
+def _in_folder(path: str, folder: str = "") -> bool:
+    """Whether a file below a folder is taken: of a form that folders are searched for, and no part of its path hidden."""
+    hidden = any(part.startswith(".") for part in PurePath(path.removeprefix(folder)).parts)
+    return _form(path) is not None and not _unpacked(path).endswith(".json") and not hidden
 
 
 def _leads_back(folder: str, name: str) -> bool:
@@ -176,7 +182,7 @@ def _remote(url: str) -> tuple[list[tuple[Source, Any]], int]:
             names = sorted((one for one in filesystem.glob(name) if _form(one) is not None), key=_by_parts)
         elif _form(name) is None and filesystem.isdir(name):
             below = filesystem.find(name)
-            names = [one for one in below if _form(one) is not None and not _unpacked(one).endswith(".json")]
+            names = [one for one in below if _in_folder(one, name)]
             others = len(below) - len(names)
             names.sort(key=_by_parts)
         else:

@@ -103,6 +103,14 @@ def test_other_columns(tmp_path: Path, model_path: Path, table: dict[str, Any], 
     assert (counts.documents, sum(counts.reasons.values())) == (1, 1)
 
 
+def test_two_columns_of_one_name(tmp_path: Path, model_path: Path) -> None:
+    columns_of = [pyarrow.array(["the"]), pyarrow.array(["of"])]
+    parquet.write_table(pyarrow.Table.from_arrays(columns_of, names=["text", "text"]), tmp_path / "a.parquet")
+    with pytest.raises(Refused, match=r"a\.parquet has 2 columns named text: "):
+        run(tmp_path / "a.parquet", model_path, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.parquet"]
+
+
 @pytest.mark.parametrize("content", [b"", b"no parquet", b"PAR1" + bytes(100) + b"PAR1"])
 def test_no_parquet(tmp_path: Path, model_path: Path, content: bytes) -> None:
     (tmp_path / "a.parquet").write_bytes(content)

@@ -98,6 +98,18 @@ def test_a_file_and_its_url_are_one(tmp_path: Path) -> None:
         find_inputs([f"file://{tmp_path}/a.txt", str(tmp_path / "a.txt")])
 
 
+def test_a_remote_folder_has_the_rules_of_a_folder(tmp_path: Path) -> None:
+    fsspec = pytest.importorskip("fsspec")
+    names = ("a.jsonl", ".hidden.jsonl", ".trash/b.jsonl", "c/d.txt.gz", "c/.e.txt", "facts.json", "note.pdf")
+    touch(tmp_path, *names)
+    store = fsspec.filesystem("memory")
+    store.put(str(tmp_path), "/.a/corpus", recursive=True)  # hidden above the folder is nothing to it
+    found = find_inputs(["memory://.a/corpus"])
+    assert [source.path.removeprefix("memory:///.a/corpus/") for source in found.sources] == ["a.jsonl", "c/d.txt.gz"]
+    assert found.others == len(names) - 2
+    store.rm("/.a", recursive=True)
+
+
 class Quiet(SimpleHTTPRequestHandler):
     """A web server that answers with files and says nothing."""
 
