@@ -5,6 +5,7 @@ An agent keeps nothing in memory that it could not read again: after a crash it 
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -25,7 +26,8 @@ from megakit.errors import Refused
 from megakit.launch.devices import visible_gpus
 from megakit.launch.verdict import tail
 from megakit.queue import process
-from megakit.queue.runner import ENDED, EXIT_TAKEN, ORDER, STARTED, write
+from megakit.queue.checks import MOST, whole
+from megakit.queue.runner import ENDED, EXIT_NO_COMMAND, EXIT_TAKEN, ORDER, STARTED, write
 
 ATTEMPTS = "attempts"
 CONFIG = "config.yaml"
@@ -167,15 +169,17 @@ class Agent:
         env["MEGAKIT_QUEUE_ATTEMPT"] = attempt
         env["MEGAKIT_RESTART_COUNT"] = str(int(attempt.split(".")[1]) - 1)
         root = Path(megakit.__file__).resolve().parent.parent
-        self._runners[attempt] = subprocess.Popen(
-            [sys.executable, "-c", _START_RUNNER, str(root), str(self._folder / attempt)],
-            cwd="/",
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        command = [sys.executable, "-c", _START_RUNNER, str(root), str(self._folder / attempt)]
+        null = subprocess.DEVNULL
+        try:
+            self._runners[attempt] = subprocess.Popen(
+                command, cwd="/", env=env, stdin=null, stdout=null, stderr=null, start_new_session=True
+            )
+        except OSError as error:
+            if error.errno != errno.E2BIG:
+                raise  # the machine's trouble: tried again
+            line = f"it can't be started, the variables of its --env are too long for this machine: {error.strerror}"
+            write(self._folder / attempt / ENDED, {"code": EXIT_NO_COMMAND, "line": line})
 
 
 def _mark(attempt: str) -> str:
@@ -192,7 +196,7 @@ def progress(order: dict[str, Any]) -> dict[str, Any]:
     """The last step that the run has recorded, its loss, and the newest checkpoint."""
     found: dict[str, Any] = {"step": None, "loss": None, "checkpoint": None}
     try:
-        found["checkpoint"] = max(folders(Path(order["checkpoints"])), default=None)
+        found["checkpoint"] = max((step for step in folders(Path(order["checkpoints"])) if step <= MOST), default=None)
         with open(order["metrics"], "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _METRICS_TAIL))
             lines = file.read().split(b"\n")[:-1]
@@ -202,9 +206,9 @@ def progress(order: dict[str, Any]) -> dict[str, Any]:
         try:
             record = json.loads(line)
             if record["kind"] == "train":
-                loss = float(record["loss"])
-                return {**found, "step": int(record["step"]), "loss": loss if math.isfinite(loss) else None}
-        except (ValueError, KeyError, TypeError):
+                loss, step = float(record["loss"]), whole(record["step"], "step", 0)
+                return {**found, "step": step, "loss": loss if math.isfinite(loss) else None}
+        except (Refused, ValueError, LookupError, TypeError, OverflowError, RecursionError):  # whatever a job may write
             continue
     return found
 

@@ -10,8 +10,7 @@ from itertools import chain, count
 from typing import Any
 
 from megakit.errors import Refused
-from megakit.launch.run_folder import check_name
-from megakit.queue import outcome, schedule
+from megakit.queue import checks, outcome, schedule
 from megakit.queue.agent import KILL, LOG, RUN, STOP, has_gpus
 from megakit.queue.outcome import CANCELLED, QUEUED, RUNNING
 from megakit.queue.store import Job, MachineRow, Store
@@ -23,8 +22,8 @@ RESTART_DELAY_S = 10.0
 """After the first failure; twice as long after each further one, at most ten minutes."""
 MAX_RESTART_DELAY_S = 600.0
 FINISHED_SHOWN = 10
-_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}"
-"""A user's or machine's name."""
+MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
+"""What Python makes of a request that is not as it should be."""
 
 
 class Queue:
@@ -54,7 +53,7 @@ class Queue:
         with self._store.transaction():
             try:
                 return asked(request, peer)
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
+            except MALFORMED as error:
                 raise Refused(f"{request.get('do')}: the request is malformed: {error!r}") from error
 
     def exchange(self, report: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -65,7 +64,7 @@ class Queue:
     # requests
 
     def _submit(self, request: Mapping[str, Any], peer: Peer) -> dict[str, Any]:
-        columns = _checked(request["job"])
+        columns = checks.job(request["job"])
         columns["account"] = peer.account
         user = columns["user"] = columns["user"] or peer.account
         if user != peer.account and not peer.is_owner:
@@ -99,11 +98,11 @@ class Queue:
         return [self._described(job) for job in jobs if job.id not in left_out]
 
     def _show(self, request: Mapping[str, Any], peer: Peer) -> dict[str, Any]:
-        job = self._store.job(int(request["id"]))
+        job = self._store.job(checks.whole(request["id"], "the job's number", 1))
         return {**self._described(job), "events": self._store.events(job.id)}
 
     def _cancel(self, request: Mapping[str, Any], peer: Peer) -> str:
-        job, now = self._store.job(int(request["id"])), bool(request.get("now"))
+        job, now = self._store.job(checks.whole(request["id"], "the job's number", 1)), bool(request.get("now"))
         if job.account != peer.account and not peer.is_owner:
             raise Refused(f"job {job.id} was submitted by {job.account}, you are {peer.account}: only they can cancel it")
         if job.state == QUEUED:
@@ -143,9 +142,9 @@ class Queue:
     def _set_quota(self, request: Mapping[str, Any], peer: Peer) -> None:
         _owner_only(peer, "quotas are set")
         for user, gpus in request["quotas"].items():
-            if user != schedule.EVERYBODY and not re.fullmatch(_NAME, user):
+            if user != schedule.EVERYBODY and not re.fullmatch(checks.NAME, user):
                 raise Refused(f"{user!r} is not a user's name: use letters, digits, '.', '_' and '-', or * for everybody else")
-            self._store.set_quota(user, None if gpus is None else _whole(gpus, f"the quota of {user}", 0))
+            self._store.set_quota(user, None if gpus is None else checks.whole(gpus, f"the quota of {user}", 0))
 
     def _forget(self, request: Mapping[str, Any], peer: Peer) -> list[int]:
         """A machine is gone for good: its jobs wait again."""
@@ -171,19 +170,18 @@ class Queue:
     # what follows
 
     def _serve(self, report: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        self._hear(report)
+        told = checks.report(report)
+        self._hear(told)
         self._decide()
-        return self._orders(report["name"])
+        return self._orders(told["name"])
 
     def _hear(self, report: Mapping[str, Any]) -> None:
         """Take in what an agent reports: who it is, what ended, how far the others are."""
-        row = MachineRow(report["name"], report["host"], list(report["devices"]))
+        row = MachineRow(report["name"], report["host"], report["devices"])
         known = self._store.machines().get(row.name)
         if known and known.host != row.host and self._is_up(row.name):
             raise Refused(f"{row.host} calls itself {row.name}, but so does {known.host}: give it another --name")
         if known != row:
-            if not re.fullmatch(_NAME, row.name):
-                raise Refused(f"--name = {row.name!r} is not a machine's name: use letters, digits, '.', '_' and '-'")
             self._check_kind(row)
             self._store.set_machine(row)
             self._say(f"machine {row.name}: {_kind(row)}")
@@ -321,44 +319,3 @@ def _new_folder(path: str) -> str:
 def _owner_only(peer: Peer, what: str) -> None:
     if not peer.is_owner:
         raise Refused(f"{what} by the account that serves, you are {peer.account}")
-
-
-def _checked(job: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns of a new job, from whoever could connect: nothing of another kind or size than a job has."""
-    text = {key: _text(job[key], key) for key in ("name", "config", "python", "cwd")}
-    check_name(text["name"])
-    out: dict[str, Any] = dict(text)
-    for key in ("python", "cwd", "run_dir", "checkpoints"):
-        path = job[key]
-        if path is not None and not (os.path.isabs(_text(path, key)) and path.isprintable() and "${" not in path):
-            raise Refused(f"{key} = {path!r} is not an absolute path in plain characters: use another")
-        out[key] = path
-    out["user"] = job["user"]
-    if out["user"] is not None and not re.fullmatch(_NAME, _text(out["user"], "user")):
-        raise Refused(f"--user = {out['user']!r} is not a user's name: use letters, digits, '.', '_' and '-'")
-    out["env"] = {_text(k, "env"): _text(v, "env") for k, v in job["env"].items()}
-    for name in out["env"]:
-        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise Refused(f"--env {name!r} is not the name of a variable: use letters, digits and '_'")
-    for key, least, most in (
-        ("gpus", 1, 4096),
-        ("priority", -1000, 1000),
-        ("max_restarts", 0, 1000),
-        ("steps", 0, 2**40),
-        ("umask", 0, 0o777),
-        ("grace_s", 0, 86400),
-    ):
-        out[key] = _whole(job[key], f"--{key.replace('_', '-')}", least, most)
-    return out
-
-
-def _text(value: Any, key: str) -> str:
-    if not isinstance(value, str) or len(value) > 1 << 20 or "\0" in value:
-        raise Refused(f"{key} is not text, or is too long")
-    return value
-
-
-def _whole(value: Any, what: str, least: int, most: int = 1 << 20) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise Refused(f"{what} = {value!r} is not a whole number from {least} to {most}")
-    return value

@@ -121,7 +121,7 @@ def _answer(conn: Any, queue: Queue) -> bool:
     """Whether the request may have changed something."""
     try:
         request, peer = wire.receive(conn)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         wire.answer(conn, refused=f"the request can't be read: {error}")
         return False
     try:

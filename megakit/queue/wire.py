@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from megakit.errors import Refused
 
 SOCKET = "socket"
-LIMIT = 64 << 20
+REQUEST_LIMIT, ANSWER_LIMIT = 8 << 20, 64 << 20
 """Bytes of a message."""
 TIMEOUT_S = 2.0
 """For a whole request to arrive: the server waits for nobody longer."""
@@ -41,7 +41,7 @@ def ask(path: Path, request: dict[str, Any]) -> Any:
         try:
             sock.connect(os.fspath(path))
             sock.sendall(json.dumps(request).encode() + b"\n")
-            line = _line(sock, time.monotonic() + ANSWER_S)
+            line = _line(sock, time.monotonic() + ANSWER_S, ANSWER_LIMIT)
         except (OSError, ValueError) as error:
             raise NoServer(
                 f"no queue server answers at {path} ({error}): start one with python -m megakit.queue serve, or name its folder"
@@ -75,9 +75,11 @@ def listen(path: Path, mode: int, gid: int) -> socket.socket:
 
 
 def receive(conn: socket.socket) -> tuple[dict[str, Any], Peer]:
-    """A request and who sent it. Raises OSError or ValueError where it is none, is too long or takes too long."""
+    """A request and who sent it. Raises OSError, ValueError or RecursionError where it is none, is too long or takes
+    too long.
+    """
     _, uid, _ = struct.unpack("3i", conn.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-    request = json.loads(_line(conn, time.monotonic() + TIMEOUT_S))
+    request = json.loads(_line(conn, time.monotonic() + TIMEOUT_S, REQUEST_LIMIT))
     if not isinstance(request, dict):
         raise ValueError("not an object")
     return request, Peer(uid, account_name(uid))
@@ -97,7 +99,7 @@ def account_name(uid: int) -> str:
         return str(uid)
 
 
-def _line(sock: socket.socket, deadline: float) -> bytes:
+def _line(sock: socket.socket, deadline: float, limit: int) -> bytes:
     data = bytearray()
     while not data.endswith(b"\n"):
         left = deadline - time.monotonic()
@@ -108,6 +110,6 @@ def _line(sock: socket.socket, deadline: float) -> bytes:
         if not chunk:
             raise ConnectionError("it was cut off")
         data += chunk
-        if len(data) > LIMIT:
+        if len(data) > limit:
             raise ValueError("it is too long")
     return bytes(data)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import random
 import stat
 import time
 from pathlib import Path
@@ -343,6 +345,7 @@ def test_a_listing_shows_no_variables(cluster: Cluster):
         ({"priority": 1001}, "--priority = 1001 is not a whole number from -1000 to 1000"),
         ({"max_restarts": -1}, "--max-restarts = -1"),
         ({"config": "x" * (1 << 21)}, "config is not text, or is too long"),
+        ({"env": {"A": "\ud800"}}, "env is not text"),
         ({"env": 3}, "the request is malformed"),
         ({"run_dir": "/tmp/taken"}, "run.dir = /tmp/taken is that of job 1, which is queued"),
     ],
@@ -359,6 +362,55 @@ def test_a_request_of_another_version(cluster: Cluster):
         cluster.ask(do="dance")
     with pytest.raises(Refused, match="malformed"):
         cluster.queue.handle({"do": "submit"}, ME)
+
+
+HOSTILE = [None, True, -1, 0, 1, 3, 2**53, 2**63, 10**400, 0.5, 1e308, float("inf"), float("nan"), "", "1", "m", "*", "\0"]
+HOSTILE += ["\ud800", "/tmp/\udc80", "x" * 70, "submit", [], [[]], ["cpu0"], {}, {"a": {}}, {"*": 1e99}, {"x": -1}]
+
+
+def wrecked(rng: random.Random, value: Any) -> Any:
+    """The same with one part, or all of it, in place of which stands something else."""
+    if not isinstance(value, dict) or not value or rng.random() < 0.1:
+        return rng.choice(HOSTILE)
+    key = rng.choice(list(value))
+    if rng.random() < 0.1:
+        return {k: v for k, v in value.items() if k != key}
+    return {**value, key: wrecked(rng, value[key])}
+
+
+def test_no_request_ends_the_server(cluster: Cluster):
+    """Whatever it has in place of numbers, texts and parts, also where that reaches the file or what is decided later."""
+    rng, refused = random.Random(0), 0
+    for n in range(3000):
+        if n % 100 == 0:  # something to name, in each state
+            cluster.hear("m")
+            cluster.ask(do="quota", quotas={"*": None, "lab": None})
+            cluster.submit(run_dir=f"/tmp/{n}", max_restarts=9)
+            cluster.hear("m")
+        seen = {"step": 2, "loss": 0.5, "checkpoint": 1, "end": rng.choice([None, {"code": 1, "line": "x"}])}
+        running = [j for j in cluster.store.active() if j.attempt]
+        attempts = {f"{j.id}.{j.attempt}.{cluster.store.mark}": seen for j in running}
+        report = {"name": "m", "host": "h-m", "devices": ["cpu0", "cpu1"], "attempts": attempts}
+        good = rng.choice(
+            [
+                request(max_restarts=9),
+                {"do": "list", "all": True},
+                {"do": "show", "id": 1},
+                {"do": "cancel", "id": 1, "now": True},
+                {"do": "machines"},
+                {"do": "quota", "quotas": {"ann": 2}},
+                {"do": "forget", "name": "m"},
+                {"do": "exchange", "report": report},
+            ]
+        )
+        try:
+            json.dumps(cluster.queue.handle(wrecked(rng, good) or {}, ME) if rng.random() < 0.9 else None)
+        except Refused:
+            refused += 1
+        except AttributeError:  # it was no object, and wire.receive lets none through
+            pass
+    assert 500 < refused < 2900
+    assert cluster.hear("m") is not None and cluster.ask(do="list", all=True)
 
 
 def test_the_file_is_its_owners(cluster: Cluster):
@@ -388,13 +440,19 @@ def test_a_change_that_is_broken_off_is_none(cluster: Cluster):
 
 
 def test_a_disk_that_is_full_changes_nothing(cluster: Cluster):
+    """The job's row still fits, its event does not: there is neither."""
     cluster.submit()
-    pages = cluster.store._db.execute("PRAGMA page_count").fetchone()[0]
-    cluster.store._db.execute(f"PRAGMA max_page_count = {pages}")
+    add = cluster.store.add
+
+    def add_to_a_full_disk(job: Job) -> int:
+        number = add(job)
+        cluster.store._db.execute("PRAGMA max_page_count = 1")  # at most what there is now
+        return number
+
+    cluster.store.add = add_to_a_full_disk  # type: ignore[method-assign]
+    cluster.queue._say = lambda text: None
     with pytest.raises(StorageFailed, match="full"):
-        for _ in range(50):
-            cluster.submit(config="x" * 5000)
+        cluster.submit(config="x" * 50_000, run_dir="/tmp/" + "y" * 20_000)
     cluster.store.close()
     cluster.reopen()
-    jobs = cluster.store.jobs()
-    assert [len(cluster.store.events(j.id)) for j in jobs[1:]] == [1 for _ in jobs[1:]], "no job without its event"
+    assert [j.id for j in cluster.store.jobs()] == [1] and len(cluster.store.events(2)) == 0

@@ -263,6 +263,9 @@ def test_what_cannot_be_started(server: Server):
     assert "exit code 127: /nowhere/python: No such file or directory" in server.show(gone)["note"]
     assert "it can't be started" in server.wait(readonly, "failed")["note"]
     assert "it can't be started" in server.wait(unreachable, "failed")["note"]
+    long = server.submit(env={"A": "x" * 500_000})
+    assert "--env are too long for this machine" in server.wait(long, "failed")["note"]
+    server.wait(server.submit(), "done")
 
 
 def test_another_machine(server: Server, tmp_path: Path):
@@ -346,10 +349,11 @@ def test_one_who_connects_and_says_nothing_holds_up_nobody_for_long(server: Serv
         started = time.monotonic()
         server.ask(do="machines")
         assert time.monotonic() - started < 4
-    with socket.socket(socket.AF_UNIX) as rubbish:
-        rubbish.connect(os.fspath(server.folder / "socket"))
-        rubbish.sendall(b"[1\n")
-        assert b"can't be read" in rubbish.recv(1000)
+    for text in (b"[1", b"[" * 100_000, b"9" * 10_000, b"\xff\xfe{", b'"x"', b""):
+        with socket.socket(socket.AF_UNIX) as rubbish:
+            rubbish.connect(os.fspath(server.folder / "socket"))
+            rubbish.sendall(text + b"\n")
+            assert b"can't be read" in rubbish.recv(1000)
     assert server.ask(do="machines")
 
 
@@ -419,10 +423,13 @@ def test_how_far_a_run_is(tmp_path: Path):
     """Whatever else stands in its record, and where its last line is not whole or its loss not a number."""
     order = {"checkpoints": str(tmp_path / "checkpoints"), "metrics": str(tmp_path / "metrics.jsonl")}
     assert progress(order) == {"step": None, "loss": None, "checkpoint": None}
-    for name in ("step_00000009", "step_00000010", ".step_00000011.tmp", "step_foo"):
+    for name in ("step_00000009", "step_00000010", ".step_00000011.tmp", "step_foo", "step_" + "9" * 40):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     lines = [
         '{"kind": "train", "step": 4, "loss": NaN}',
+        '{"kind": "train", "step": 1e999, "loss": 1.0}',
+        '{"kind": "train", "step": ' + "9" * 40 + ', "loss": 1.0}',
+        "[" * 5000,
         '{"kind": "eval", "step": 5, "loss": 1.0}',
         "[]",
         '{"kind": "train", "st',
