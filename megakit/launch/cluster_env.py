@@ -27,6 +27,8 @@ class Setting:
     """With its source."""
     applies: Callable[[Config, bool], bool]
     """Of the recipe, and whether the ranks take GPUs."""
+    everywhere: bool = False
+    """On every machine the same: not worth a line."""
     also: str | None = None
     """Another name that says the same: where the user has set that one, nothing is chosen."""
 
@@ -37,6 +39,7 @@ SETTINGS = (
         "10000",
         "OpenMP threads otherwise spin so long that beside one busy process a step takes 10 times as long (docs/log.md)",
         lambda cfg, gpus: True,
+        everywhere=True,
     ),
     Setting(
         "PYTORCH_ALLOC_CONF",
@@ -74,6 +77,8 @@ class Chosen:
     value: str
     why: str
     """The reason, or who set it."""
+    told: bool = True
+    """Whether the banner has it: not where all is as on every machine."""
 
 
 def apply(cfg: Config, env: MutableMapping[str, str], gpus: bool) -> list[Chosen]:
@@ -89,7 +94,8 @@ def apply(cfg: Config, env: MutableMapping[str, str], gpus: bool) -> list[Chosen
         if s.variable in chosen or not s.applies(cfg, gpus) or (s.also and s.also in env):
             continue
         own = env.setdefault(s.variable, s.value) != s.value
-        chosen[s.variable] = Chosen(s.variable, env[s.variable], f"yours; megakit's is {s.value}: {s.why}" if own else s.why)
+        why = f"yours; megakit's is {s.value}: {s.why}" if own else s.why
+        chosen[s.variable] = Chosen(s.variable, env[s.variable], why, told=own or not s.everywhere)
     for name in sorted(env):
         if name.startswith(SHOWN) and name not in chosen:
             chosen[name] = Chosen(name, env[name], "yours")
@@ -97,6 +103,5 @@ def apply(cfg: Config, env: MutableMapping[str, str], gpus: bool) -> list[Chosen
 
 
 def lines(chosen: list[Chosen]) -> list[str]:
-    """For the banner; nothing where all is as on every machine."""
-    told = [c for c in chosen if c.variable != "GOMP_SPINCOUNT" or c.why.startswith("yours")]
-    return [f"environment {c.variable}={c.value} ({c.why})" for c in told]
+    """For the banner."""
+    return [f"environment {c.variable}={c.value} ({c.why})" for c in chosen if c.told]

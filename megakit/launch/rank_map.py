@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import accumulate
 from pathlib import Path
 
+from megakit.errors import Refused
+from megakit.launch import slurm_env
 from megakit.launch.ranks import Ranks
-from megakit.launch.slurm_env import expand_nodelist, tasks_per_node
 from megakit.parallel.grid import AXES, Grid
 
 MOST_ROWS = 8
 
 
 def nodes_of(ranks: Ranks, env: Mapping[str, str]) -> list[tuple[str, range]]:
-    """(name, its ranks) of every node, in the order of ranks. Slurm names them; else they are numbered, and all alike."""
-    if ranks.launcher == "slurm":
-        names = _placed(env) or expand_nodelist(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "")
-        counts = tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or str(ranks.world))
-        if len(names) == len(counts) and sum(counts) == ranks.world:
-            ends = [sum(counts[: i + 1]) for i in range(len(counts))]
-            return [(name, range(end - count, end)) for name, end, count in zip(names, ends, counts)]
-    starts = range(0, ranks.world, ranks.local_world)
-    return [(f"node {i}", range(first, min(first + ranks.local_world, ranks.world))) for i, first in enumerate(starts)]
+    """(name, its ranks) of every node, in the order of ranks. Slurm names them; other launchers' are numbered, and all alike.
+
+    Empty where Slurm doesn't tell: ranks that know their place need no names.
+    """
+    if ranks.launcher != "slurm":
+        starts = range(0, ranks.world, ranks.local_world)
+        return [(f"node {i}", range(first, min(first + ranks.local_world, ranks.world))) for i, first in enumerate(starts)]
+    try:
+        names, counts = _placed(env) or slurm_env.nodes(env), slurm_env.ranks_per_node(env)
+    except Refused:
+        return []
+    if len(names) != len(counts) or sum(counts) != ranks.world:
+        return []
+    ends = accumulate(counts)
+    return [(name, range(end - count, end)) for name, end, count in zip(names, ends, counts)]
 
 
 def _placed(env: Mapping[str, str]) -> list[str]:

@@ -33,8 +33,7 @@ def ranks_of_step(env: Mapping[str, str]) -> Ranks:
     if "WORLD_SIZE" in env and integer(env, "WORLD_SIZE") != world:
         raise Refused(f"WORLD_SIZE = {env['WORLD_SIZE']} and SLURM_NTASKS = {world} disagree: unset WORLD_SIZE under srun")
     local_rank = integer(env, "SLURM_LOCALID", rank if world == 1 else None)
-    text = env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_TASKS_PER_NODE"))
-    per_node = tasks_per_node(text) if text else [integer(env, "SLURM_NTASKS_PER_NODE", world)]
+    text, per_node = _tasks_text(env), ranks_per_node(env)
     local_world = per_node[0]
     if text:
         if sum(per_node) != world:
@@ -59,7 +58,7 @@ def ranks_of_step(env: Mapping[str, str]) -> Ranks:
     job = integer(env, "SLURM_JOB_ID", 0)
     addr = env.get("MASTER_ADDR")
     if addr is None and world > 1:
-        addr = expand_nodelist(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "")[0]
+        addr = nodes(env)[0]
     ranks = Ranks(
         rank=rank,
         world=world,
@@ -79,6 +78,21 @@ def ranks_of_step(env: Mapping[str, str]) -> Ranks:
 def tasks(env: Mapping[str, str]) -> int:
     """Of this step."""
     return integer(env, "SLURM_STEP_NUM_TASKS", integer(env, "SLURM_NTASKS"))
+
+
+def nodes(env: Mapping[str, str]) -> list[str]:
+    """Of this step, as Slurm lists them. Raises Refused where they aren't told."""
+    return expand_nodelist(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "")
+
+
+def ranks_per_node(env: Mapping[str, str]) -> list[int]:
+    """Of this step, in the order of `nodes`; of the first one alone where Slurm says only that. Raises Refused."""
+    text = _tasks_text(env)
+    return tasks_per_node(text) if text else [integer(env, "SLURM_NTASKS_PER_NODE", tasks(env))]
+
+
+def _tasks_text(env: Mapping[str, str]) -> str | None:
+    return env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_TASKS_PER_NODE"))
 
 
 def tasks_per_node(text: str) -> list[int]:

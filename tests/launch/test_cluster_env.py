@@ -68,6 +68,15 @@ def test_other_variables_are_not_told():
     assert said == ["environment NCCL_SOCKET_IFNAME=ib0 (yours)"]
 
 
+def test_what_is_as_on_every_machine_is_told_only_where_somebody_chose_it():
+    def told(*overrides: str, **env: str) -> list[str]:
+        return cluster_env.lines(cluster_env.apply(compose(["+recipe=llama7b", *overrides]), env, False))
+
+    assert told() == [] and told(GOMP_SPINCOUNT="10000") == []
+    assert told(GOMP_SPINCOUNT="7")[0].startswith("environment GOMP_SPINCOUNT=7 (yours; megakit's is 10000: ")
+    assert told("cluster.env={GOMP_SPINCOUNT: '9'}") == ["environment GOMP_SPINCOUNT=9 (the recipe's cluster.env)"]
+
+
 def test_the_banner_and_the_ranks_have_it(tmp_path):
     words = ["launch.device=cpu", "log.console=lines", "run.dir=out", "train.steps=1", "cluster.env={MEGAKIT_TEST: 'a b'}"]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "NCCL_DEBUG": "WARN"}
@@ -87,6 +96,14 @@ def test_the_map_of_slurms_nodes():
     ranks = ranks_from_env(slurm(0, 0, 0, "2(x3)", 6))
     rows = rank_map.lines(rank_map.nodes_of(ranks, slurm(0, 0, 0, "2(x3)", 6)), Grid(dp=1, pp=3, tp=2))
     assert rows == ["n01  ranks 0-1  pp 0, tp 0-1", "n02  ranks 2-3  pp 1, tp 0-1", "n03  ranks 4-5  pp 2, tp 0-1"]
+
+
+@pytest.mark.parametrize("nodelist", [None, "", "n[1-", "n[01-02]"])
+def test_ranks_that_know_their_place_need_no_names_of_nodes(nodelist):
+    env = slurm(2, 0, 1, "2(x3)", 6, MASTER_ADDR="ib0", SLURM_JOB_NODELIST=nodelist or "")
+    if nodelist is None:
+        del env["SLURM_JOB_NODELIST"]
+    assert rank_map.nodes_of(ranks_from_env(env), env) == []
 
 
 def test_coordinates_are_those_of_the_grid():
