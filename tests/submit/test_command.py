@@ -88,7 +88,7 @@ def test_a_chain_is_as_long_as_the_plan_needs(submit, tmp_path):
     assert "is queued again and goes on" in submit(name="llama70b")[2]
 
 
-def test_a_refusal_is_fast_and_without_torch(submit, tmp_path):
+def test_rendering_imports_no_torch():
     code = "import sys; from megakit.submit.__main__ import main; main(['+recipe=llama7b', 'submit.render_only=true']); "
     done = subprocess.run([sys.executable, "-c", code + "assert 'torch' not in sys.modules"], cwd=ROOT, stdout=subprocess.DEVNULL)
     assert done.returncode == 0
