@@ -116,7 +116,7 @@ def _searched(cfg: Config) -> tuple[Config, Plan, Search]:
 
 
 def _search(cfg: Config) -> Search:
-    from megakit.config.terminal import progress_bar
+    from megakit.config.progress import progress_bar
     from megakit.planner.hardware import find
     from megakit.planner.machines import gpu_of
     from megakit.planner.search import search
@@ -130,7 +130,7 @@ def _search(cfg: Config) -> Search:
 def _calibrate(cfg: Config) -> int:
     import torch
 
-    from megakit.config.terminal import progress_bar
+    from megakit.config.progress import progress_bar
     from megakit.launch.devices import visible_gpus, wants_cuda
     from megakit.planner.machines import check_device, store
     from megakit.train.calibrate import calibrate, name_of
@@ -167,7 +167,8 @@ def _print(plan: Plan, found: Search | None, explain: bool) -> None:
 
 
 def _verify(cfg: Config, plan: Plan) -> int:
-    from megakit.config.terminal import console, progress_bar
+    from megakit.config.progress import progress_bar
+    from megakit.config.terminal import console
     from megakit.verify.prove import prove
     from megakit.verify.render import render
 

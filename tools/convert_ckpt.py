@@ -20,12 +20,12 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megakit.config.arguments import output_cut_off
+from megakit.config.arguments import Terminated, clean_up_on_sigterm, output_cut_off
+from megakit.config.progress import bytes_bar
 from megakit.errors import EXIT_DONE, Refused, Stop
 
 if TYPE_CHECKING:
@@ -53,14 +53,6 @@ def main(argv: list[str] | None = None) -> int:
     except Terminated:
         return _stopped(signal.SIGTERM)
     return EXIT_DONE
-
-
-class Terminated(BaseException):
-    """SIGTERM came: so that leaving cleans up, as Ctrl-C does."""
-
-
-def _raise_terminated(number: int, frame: object) -> None:
-    raise Terminated
 
 
 def _stopped(number: int) -> int:
@@ -119,7 +111,7 @@ def _convert(args: argparse.Namespace) -> None:
     target = Target(args.to, args.target, dtype, shard_bytes, args.tokenizer)
     planned, started = plan(source, target), time.monotonic()
     check = _verification(args, source) if args.verify else None
-    with _progress(planned.nbytes) as progress:
+    with bytes_bar(planned.nbytes, "writing") as progress:
         write(source, target, planned, not args.sizes_only, check, progress)
     what = f"{args.to}, {source.model.family}, {NAMES[planned.dtype]}"
     size = f"{planned.nbytes / 1e6:,.1f} MB in {len(planned.names)} file(s)"
@@ -149,19 +141,6 @@ def _verification(args: argparse.Namespace, source: WeightsSource) -> Callable[[
     return lambda written: print(f"verified: {compare(source, written, args.tolerance)}")
 
 
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[int], None]]:
-    """A bar with MB/s and the time left, on a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
-        task = bar.add_task("writing", total=total)
-        yield lambda nbytes: bar.update(task, advance=nbytes)
-
-
 def _bytes(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
     if not match or match[2] not in _UNITS or float(match[1]) == 0:
@@ -170,5 +149,5 @@ def _bytes(text: str) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _raise_terminated)
+    clean_up_on_sigterm()
     sys.exit(main())

@@ -17,12 +17,12 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Optional
 
-from megakit.config.arguments import output_cut_off, whole_number
+from megakit.config.arguments import Terminated, clean_up_on_sigterm, output_cut_off, whole_number
+from megakit.config.progress import bytes_bar
 from megakit.errors import Refused, Stop
 
 if TYPE_CHECKING:
@@ -42,9 +42,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     except Stop as e:
         print(f"dataset: {e}", file=sys.stderr)
         return e.code
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Terminated) as e:
         print("dataset: interrupted, nothing is written", file=sys.stderr)
-        return 128 + signal.SIGINT
+        return int(e.code or 0) if isinstance(e, Terminated) else 128 + signal.SIGINT
     except BrokenPipeError:
         return output_cut_off()
     return 0
@@ -111,7 +111,7 @@ def _merge(args: argparse.Namespace) -> None:
 
     prefixes = _prefixes(args.input)
     started = time.monotonic()
-    with _progress(_size_of(prefixes)) as progress:
+    with bytes_bar(_size_of(prefixes)) as progress:
         made = merge(prefixes, args.output_prefix, sidecar=not args.no_sidecar, overwrite=args.overwrite, progress=progress)
     _say_made(made)
     seconds = time.monotonic() - started
@@ -131,7 +131,7 @@ def _split(args: argparse.Namespace) -> None:
         bounds = rewrite.bounds_by_documents(file, args.documents)
     else:
         bounds = rewrite.bounds_by_tokens(file, args.tokens)
-    with _progress(_size_of([args.input])) as progress:
+    with bytes_bar(_size_of([args.input])) as progress:
         for made in rewrite.split(file, bounds, args.output_prefix, overwrite=args.overwrite, progress=progress):
             _say_made(IndexedFile(made))
 
@@ -154,7 +154,7 @@ def _verify(args: argparse.Namespace) -> None:
     from megakit.data.verify_files import verify
 
     prefixes = _prefixes(args.input)
-    with _progress(_size_of(prefixes)) as progress:
+    with bytes_bar(_size_of(prefixes)) as progress:
         for prefix in prefixes:
             found = verify(prefix, vocab_size=args.vocab_size, write_checksums=args.write_checksums, progress=progress)
             bound = "ids below 0 only: no vocabulary is known" if found.vocab_size is None else f"below {found.vocab_size:,}"
@@ -173,7 +173,7 @@ def _describe(args: argparse.Namespace) -> None:
 
     tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
     prefixes = _prefixes(args.input)
-    with _progress(_size_of(prefixes)) as progress:
+    with bytes_bar(_size_of(prefixes)) as progress:
         told = [describe(IndexedFile(prefix), tokenizer, args.document, progress) for prefix in prefixes]
     if args.json:
         print(json.dumps([asdict(one) for one in told], indent=1))
@@ -209,25 +209,6 @@ def _print(told: Description, tokenizer: Optional[Tokenizer]) -> None:
         print(f"  document {told.document}: {shown}")
 
 
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal; gives the function to tell bytes to."""
-    if not sys.stderr.isatty():
-        yield lambda size: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda size: bar.advance(task, size)
-
-
-def _raise_exit(number: int, frame: Any) -> None:
-    raise SystemExit(128 + number)
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _raise_exit)  # so that leaving cleans up, as Ctrl-C does
+    clean_up_on_sigterm()
     sys.exit(main())

@@ -21,7 +21,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Optional
 
-from megakit.config.arguments import output_cut_off, whole_number
+from megakit.config.arguments import Terminated, clean_up_on_sigterm, output_cut_off, whole_number
 from megakit.errors import Refused, Stop
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     except KeyboardInterrupt:
         _say(_interrupted(args.output_prefix))
         return 128 + signal.SIGINT
-    except SystemExit as e:
+    except Terminated as e:
         _say(_interrupted(args.output_prefix))
         return int(e.code or 0)
     from megakit.data.preprocess.progress import print_summary
@@ -166,10 +166,6 @@ def _add_megatron_options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(option, nargs=0 if option in FLAGS else None, action=action, help=argparse.SUPPRESS)
 
 
-def _raise_exit(number: int, frame: Any) -> None:
-    raise SystemExit(128 + number)
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _raise_exit)  # so that leaving cleans up, as Ctrl-C does
+    clean_up_on_sigterm()
     sys.exit(main())

@@ -118,6 +118,19 @@ def whole_number(text: str) -> int:
     return int(text)
 
 
+class Terminated(SystemExit):
+    """SIGTERM came: raised so that leaving cleans up, as Ctrl-C does."""
+
+
+def clean_up_on_sigterm() -> None:
+    """From now on SIGTERM raises Terminated, with the exit code that belongs to it."""
+
+    def terminate(number: int, frame: object) -> None:
+        raise Terminated(128 + number)
+
+    signal.signal(signal.SIGTERM, terminate)
+
+
 def output_cut_off() -> int:
     """Where printing raised BrokenPipeError: nobody reads any more (`| head`), so no more is printed; the exit code."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

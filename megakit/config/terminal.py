@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 from rich import box
 from rich.console import Console, RenderableType
@@ -17,8 +16,6 @@ from megakit.config.compose import group_files, recipe_summaries, user_folder
 from megakit.config.keys import MISSING, Key, schema_keys, show
 from megakit.errors import Refused
 
-Progress = Callable[[int, int, str], None]
-"""Hears how far something is: (done, of how many, what)."""
 PIPED_WIDTH = 100
 """Columns where the output is not a terminal."""
 
@@ -80,20 +77,6 @@ def facts_table() -> Table:
     table.add_column(style="cyan", no_wrap=True)
     table.add_column()
     return table
-
-
-@contextmanager
-def progress_bar() -> Iterator[Progress | None]:
-    """A bar on standard error, where that is a terminal."""
-    from rich.progress import Progress as Bar
-
-    out = Console(stderr=True)
-    if not out.is_terminal:
-        yield None
-        return
-    with Bar(console=out, transient=True) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
 
 
 def print_help(help: Help, topics: list[str], config_dir: str | None = None) -> None:

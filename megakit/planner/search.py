@@ -13,8 +13,8 @@ from typing import Any
 
 from megakit.config import rules
 from megakit.config.keys import show
+from megakit.config.progress import Progress
 from megakit.config.schema import Config, ParallelConfig
-from megakit.config.terminal import Progress
 from megakit.config.typed import replace
 from megakit.errors import Refused
 from megakit.planner.candidates import UNSET, Candidate, Keys, batches_that_divide, candidates

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 
-from megakit.config.terminal import Progress
+from megakit.config.progress import Progress
 from megakit.ops.norm import rms_norm
 from megakit.planner.widths import GIB
 

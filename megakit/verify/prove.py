@@ -19,8 +19,8 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from megakit.config import rules
+from megakit.config.progress import Progress
 from megakit.config.schema import Config
-from megakit.config.terminal import Progress
 from megakit.errors import Refused, Stop
 from megakit.parallel.grid import Grid
 from megakit.planner.notes import counted

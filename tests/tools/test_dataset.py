@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megakit.config.arguments import clean_up_on_sigterm
 from megakit.data import describe_files, indexed, rewrite, verify_files, writer
 from megakit.data.indexed import IndexedFile
 from megakit.data.tokenizer import tokenizer_fingerprint
@@ -403,6 +404,20 @@ def test_a_reader_that_leaves(tmp_path: Path) -> None:
         command = tool("dataset", "verify", "--input", tmp_path / "a")
         done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE)
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
+
+
+def test_sigterm_cleans_up(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the end of a job sends it: no output, and nothing beside it."""
+    write_corpus(tmp_path / "a", [3])
+    monkeypatch.setattr(rewrite, "write_index", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    before = signal.getsignal(signal.SIGTERM)
+    clean_up_on_sigterm()
+    try:
+        assert main(["merge", "--input", str(tmp_path / "a"), "--output-prefix", str(tmp_path / "out" / "b")]) == 143
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert capsys.readouterr().err == "dataset: interrupted, nothing is written\n"
+    assert not list((tmp_path / "out").iterdir())
 
 
 def test_help_needs_neither_torch_nor_numpy() -> None:
