@@ -7,6 +7,8 @@ EXIT_NOT_FINITE = 3
 EXIT_REPEATED = 4
 EXIT_STORAGE = 74
 EXIT_ASKED_TO_STOP = 75
+NEVER_AGAIN = (EXIT_REFUSED, EXIT_NOT_FINITE, EXIT_REPEATED)
+"""After these nothing is started again: it would only repeat what happened."""
 
 
 class Stop(Exception):

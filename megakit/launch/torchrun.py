@@ -1,28 +1,35 @@
-"""python -m megakit.launch.torchrun ARGUMENTS: torchrun, with an exit code that a job script can act on.
+"""python -m megakit.launch.torchrun ARGUMENTS: torchrun, whose ranks' exit codes decide what follows, and with one of its own.
 
-torchrun's own is 1 whatever happened. Here it is that of the rank that failed first, and 75 after a signal, which torchrun
-has passed on to its ranks (give it --signals-to-handle with SIGUSR1, and a --shutdown-timeout in which they can save).
+torchrun starts all again in place whatever happened, and ends with 1. Here 2, 3, 4 and 75 are never started again in place
+(elastic_agent.py), and the exit code is that of the rank that failed first, and 75 after a signal, which torchrun has passed on
+to its ranks (give it --signals-to-handle with SIGUSR1, and a --shutdown-timeout in which they can save).
 """
 
 from __future__ import annotations
 
 import sys
 
-from megakit.errors import EXIT_ASKED_TO_STOP, EXIT_DONE, EXIT_FAILED
+from megakit.errors import EXIT_ASKED_TO_STOP, EXIT_DONE
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run torchrun to its end; the exit code."""
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher import api
     from torch.distributed.run import main as torchrun
 
+    from megakit.launch.elastic_agent import Agent, EndedElsewhere, cause
+
+    api.LocalElasticAgent = Agent  # type: ignore[misc]  # torchrun has no option for it
     try:
         torchrun(sys.argv[1:] if argv is None else argv)
     except ChildFailedError as failed:
         print(failed, file=sys.stderr)
-        code = failed.get_first_failure()[1].exitcode
-        return code if 0 < code < 256 else EXIT_FAILED
+        return cause(failed.failures)
+    except EndedElsewhere as ended:
+        print(f"megakit: {ended}", file=sys.stderr)
+        return ended.code
     except SignalException as asked:
         print(f"megakit: torchrun was sent {asked.sigval.name}, and its ranks have ended", file=sys.stderr)
         return EXIT_ASKED_TO_STOP

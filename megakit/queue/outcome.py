@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megakit.errors import EXIT_ASKED_TO_STOP, EXIT_DONE, EXIT_NOT_FINITE, EXIT_REFUSED, EXIT_REPEATED
+from megakit.errors import EXIT_ASKED_TO_STOP, EXIT_DONE, EXIT_NOT_FINITE, EXIT_REFUSED, EXIT_REPEATED, NEVER_AGAIN
 
-FINAL = {
+_MEANS = {
     EXIT_REFUSED: "refused",
     EXIT_NOT_FINITE: "training is not finite",
     EXIT_REPEATED: "failed repeatedly at the same place",
 }
-"""Codes after which a restart would only repeat what happened."""
+"""Of each code of NEVER_AGAIN."""
 
 QUEUED, RUNNING, DONE, FAILED, CANCELLED = "queued", "running", "done", "failed", "cancelled"
 PREEMPT, CANCEL, KILL = "preempt", "cancel", "kill"
@@ -49,8 +49,8 @@ def after(end: End, failures: int, max_restarts: int) -> Outcome:
     if end.asked in (CANCEL, KILL):
         saved = "its checkpoint is saved" if end.code == EXIT_ASKED_TO_STOP else _told(end)
         return Outcome(CANCELLED, failures, f"cancelled: {saved}")
-    if end.code in FINAL:
-        return Outcome(FAILED, failures, f"{FINAL[end.code]}: {_told(end)}")
+    if end.code in NEVER_AGAIN:
+        return Outcome(FAILED, failures, f"{_MEANS[end.code]}: {_told(end)}")
     if end.asked == PREEMPT:
         saved = "its checkpoint is saved" if end.code == EXIT_ASKED_TO_STOP else f"it ended with {_told(end)}"
         return Outcome(QUEUED, failures, f"stopped for another job: {saved}")

@@ -15,13 +15,11 @@ from typing import Any
 import yaml
 
 from megakit.config.schema import Config
-from megakit.errors import EXIT_NOT_FINITE, EXIT_REFUSED, EXIT_REPEATED, Refused
+from megakit.errors import NEVER_AGAIN, Refused
 from megakit.submit.resources import resources
 from megakit.submit.script import SubmissionFailed, arguments
 
 PORT = 29500
-FINAL = (EXIT_REFUSED, EXIT_NOT_FINITE, EXIT_REPEATED)
-"""Exit codes after which nothing is started again."""
 _PODS = "ranks"
 
 
@@ -43,7 +41,9 @@ def jobset(cfg: Config, words: Sequence[str]) -> dict[str, Any]:
         "parallelism": nodes,
         "backoffLimit": 0,  # one pod alone can't go on: the JobSet starts all again
         "podFailurePolicy": {
-            "rules": [{"action": "FailJob", "onExitCodes": {"containerName": _PODS, "operator": "In", "values": list(FINAL)}}]
+            "rules": [
+                {"action": "FailJob", "onExitCodes": {"containerName": _PODS, "operator": "In", "values": list(NEVER_AGAIN)}}
+            ]
         },
         "template": {"spec": _pod(cfg, words)},
     }
@@ -106,6 +106,10 @@ def _pod(cfg: Config, words: Sequence[str]) -> dict[str, Any]:
             {"name": "shm", "emptyDir": {"medium": "Memory"}},
         ],
     }
+
+
+def _among(codes: Sequence[int]) -> dict[str, Any]:
+    return {"operator": "In", "values": list(codes)}
 
 
 def _literal(text: str) -> str:

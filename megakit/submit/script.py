@@ -13,16 +13,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 import megakit
 from megakit.config.schema import Config
-from megakit.errors import (
-    EXIT_ASKED_TO_STOP,
-    EXIT_DONE,
-    EXIT_NOT_FINITE,
-    EXIT_REFUSED,
-    EXIT_REPEATED,
-    EXIT_STORAGE,
-    Refused,
-    Stop,
-)
+from megakit.errors import EXIT_ASKED_TO_STOP, EXIT_DONE, EXIT_REPEATED, EXIT_STORAGE, NEVER_AGAIN, Refused, Stop
 from megakit.submit.container import command_prefix, exports, srun_options
 from megakit.submit.resources import Resources, resources
 from megakit.submit.sweep import Task, tasks
@@ -33,8 +24,6 @@ TORCHRUN_ENV = ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE",)
 """What the torchrun template exports."""
 PLACED_ENV = ("SLURM_HOSTFILE", "MASTER_ADDR")
 """What the srun template exports where ranks follow the switches."""
-FINAL = (EXIT_DONE, EXIT_REFUSED, EXIT_NOT_FINITE, EXIT_REPEATED)
-"""Ends after which the job is not queued again."""
 
 
 class SubmissionFailed(Stop):
@@ -85,7 +74,7 @@ def render(cfg: Config, words: Sequence[str], first_job: str | None = None) -> s
         placed_exports=exports(submit.container, PLACED_ENV),
         python=submit.python or ("python" if submit.container.image else sys.executable),
         arguments=shlex.join(arguments(words)),
-        final="|".join(map(str, FINAL)),
+        final="|".join(map(str, (EXIT_DONE, *NEVER_AGAIN))),
         asked_to_stop=EXIT_ASKED_TO_STOP,
         repeated=EXIT_REPEATED,
         storage=EXIT_STORAGE,

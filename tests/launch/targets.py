@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megakit.config.schema import Config
-from megakit.errors import AskedToStop, Refused, StorageFailed
+from megakit.errors import AskedToStop, NotFinite, Refused, Stop, StorageFailed
 from megakit.launch import process_group, run_folder
 from megakit.launch.ranks import Ranks
 from megakit.parallel.comm import Comm
@@ -193,3 +193,17 @@ def says_where(cfg: Config, ranks: Ranks) -> int:
 
 def interrupted(cfg: Config, ranks: Ranks) -> int:
     raise KeyboardInterrupt
+
+
+def ends_with_code(cfg: Config, ranks: Ranks) -> int:
+    """The rank $BAD, or every one, ends with $CODE; the others wait for it in a collective. Each notes its start in $STARTS."""
+    with open(os.environ["STARTS"], "a") as file:
+        file.write(f"{ranks.rank}\n")
+    process_group.init(cfg, ranks)
+    dist.barrier()
+    if os.environ["BAD"] in ("all", str(ranks.rank)):
+        stop: Stop = {2: Refused, 3: NotFinite, 74: StorageFailed, 75: AskedToStop}.get(int(os.environ["CODE"]), Stop)("planted")
+        stop.code = int(os.environ["CODE"])
+        raise stop
+    dist.all_reduce(torch.ones(1))
+    return 0

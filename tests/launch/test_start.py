@@ -170,14 +170,14 @@ def test_the_world_of_the_environment_must_fit_the_recipe(machine, monkeypatch):
         launch(recipe("parallel.tp=2"), target=TARGETS + "says_where")
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
 
 
 def test_ranks_started_by_hand_one_after_the_other_share_one_folder(tmp_path):
-    port, jobs = str(_free_port()), []
+    port, jobs = str(free_port()), []
     for rank in range(3):
         env = {"RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": str(ROOT)}
         command = [sys.executable, "-c", START, "makes_run_folder"]
@@ -194,7 +194,7 @@ def test_ranks_started_by_hand_one_after_the_other_share_one_folder(tmp_path):
 def torchrun(tmp_path: Path, target: str, *options: str) -> Job:
     script = tmp_path / "start.py"
     script.write_text(START)
-    run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={_free_port()}", *options]
+    run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}", *options]
     out = f"run.dir={tmp_path}/out" if target == "raises_in_loader" else "run.name=restarted"
     return Job([*run, str(script), target, out], env={"PYTHONPATH": str(ROOT)})
 
