@@ -4,8 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import os
+from pathlib import PurePosixPath
 
 _CHUNK = 1 << 22
+_LONGEST = 200
+"""Bytes of the name of a file in a folder: longer ones are errors of the system, not names."""
+
+
+def stays_inside(name: object) -> bool:
+    """Whether what a file says is the name of a file in its own folder or below: untrusted names must not lead elsewhere."""
+    if not isinstance(name, str) or "\0" in name:
+        return False
+    try:
+        nbytes = len(os.fsencode(name))
+    except UnicodeEncodeError:  # half a surrogate pair, which JSON can state
+        return False
+    parts = PurePosixPath(name).parts
+    return bool(parts) and not {"/", "//", ".."} & {*parts} and nbytes <= _LONGEST
 
 
 def sha256_file(path: str | os.PathLike[str]) -> str:

@@ -5,13 +5,60 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from megakit.checkpoint.lazy import LazyTensor, Tile
 from megakit.checkpoint.manifest import Damaged
 from megakit.checkpoint.torch_files import as_tensor, load_lazy, read_pickle
 from megakit.errors import Refused
+from megakit.files import stays_inside
 
 METADATA = ".metadata"
+
+Shape = tuple[int, ...]
+
+
+class Piece(NamedTuple):
+    """Where a box of a tensor is stored."""
+
+    name: str
+    start: Shape
+    """Its corner in the global tensor."""
+    file: str
+    offset: int
+    length: int
+    """Bytes."""
+
+
+class Index(NamedTuple):
+    """What .metadata says of the tensors; everything else in it is left out."""
+
+    shapes: dict[str, Shape]
+    boxes: dict[str, list[tuple[Shape, Shape]]]
+    """(corner, size) of those that each tensor is cut into."""
+    pieces: list[Piece]
+
+
+def read_index(folder: Path) -> Index:
+    """The index of a folder, which may be anybody's: nothing in it is run, and every file that it names is in the folder.
+
+    Raises Damaged if it can't be read, Refused if it stores tensors in a way that isn't read.
+    """
+    path = folder / METADATA
+    try:
+        with open(path, "rb") as file:
+            index = read_pickle(file)
+        entries = {name: e for name, e in index.state_dict_metadata.items() if hasattr(e, "chunks")}
+        shapes = {_text(name): _shape(e.size) for name, e in entries.items()}
+        boxes = {name: [(_shape(c.offsets), _shape(c.sizes)) for c in e.chunks] for name, e in entries.items()}
+        pieces = [_piece(key, info, shapes) for key, info in index.storage_data.items() if key.fqn in shapes]
+    except Refused as error:
+        raise Refused(f"{path}: {error}") from None
+    except OSError as error:
+        raise Damaged(f"{path} can't be read: {error.strerror}") from None
+    except Exception as error:  # whatever bytes that are no such pickle lead to
+        raise Damaged(f"{path} is no index of torch.distributed.checkpoint ({error})") from None
+    return Index(shapes, boxes, pieces)
 
 
 def lazy_tensors(folder: Path, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, LazyTensor]:
@@ -19,30 +66,43 @@ def lazy_tensors(folder: Path, wanted: Callable[[str], bool] = lambda name: True
 
     Raises Damaged if the index can't be read, or the pieces of a tensor don't make the whole.
     """
-    try:
-        with open(folder / METADATA, "rb") as file:
-            index = read_pickle(file)
-        shapes = {n: tuple(e.size) for n, e in index.state_dict_metadata.items() if hasattr(e, "chunks")}
-        storage = [(key.fqn, tuple(key.offset or ()), info) for key, info in index.storage_data.items()]
-    except OSError as error:
-        raise Damaged(f"{folder / METADATA} can't be read: {error.strerror}") from None
-    except Exception as error:  # whatever bytes that are no such pickle lead to
-        raise Damaged(f"{folder / METADATA} is no index of torch.distributed.checkpoint ({error})") from None
-    tiles: dict[str, list[Tile]] = {name: [] for name in shapes if wanted(name)}
-    for name, start, info in storage:
-        if name in tiles:
-            tiles[name].append(_tile(folder, name, start or (0,) * len(shapes[name]), info))
-    tensors = {name: LazyTensor(shapes[name], tuple(held)) for name, held in tiles.items()}
+    index = read_index(folder)
+    tiles: dict[str, list[Tile]] = {name: [] for name in index.shapes if wanted(name)}
+    for piece in index.pieces:
+        if piece.name in tiles:
+            tiles[piece.name].append(_tile(folder, piece))
+    tensors = {name: LazyTensor(index.shapes[name], tuple(held)) for name, held in tiles.items()}
     for name, tensor in tensors.items():
         if not tensor.complete:
             raise Damaged(f"{folder}: the pieces of {name} are not the whole of {list(tensor.shape)}")
     return tensors
 
 
-def _tile(folder: Path, name: str, start: tuple[int, ...], info: object) -> Tile:
-    if getattr(info, "transform_descriptors", None):
-        raise Refused(f"{folder}: {name} is stored with {info.transform_descriptors}: save it without")  # type: ignore[attr-defined]
-    path = folder / info.relative_path  # type: ignore[attr-defined]
-    tensor = as_tensor(load_lazy(path, info.offset, info.length), f"{path}: {name}")  # type: ignore[attr-defined]
+def _tile(folder: Path, piece: Piece) -> Tile:
+    path = folder / piece.file
+    tensor = as_tensor(load_lazy(path, piece.offset, piece.length), f"{path}: {piece.name}")
     (tile,) = tensor.tiles
-    return tile._replace(start=start)
+    return tile._replace(start=piece.start)
+
+
+def _piece(key: Any, info: Any, shapes: dict[str, Shape]) -> Piece:
+    if getattr(info, "transform_descriptors", None):
+        raise Refused(f"{key.fqn} is stored with {info.transform_descriptors}: save it without")
+    if not stays_inside(info.relative_path):
+        raise Refused(f"{key.fqn} is said to be in {info.relative_path!r}, which is no file of the folder: it was tampered with")
+    start = _shape(key.offset or ()) or (0,) * len(shapes[key.fqn])
+    offset, length = _shape((info.offset, info.length))
+    return Piece(key.fqn, start, info.relative_path, offset, length)
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is no name")
+    return value
+
+
+def _shape(value: Any) -> Shape:
+    numbers = tuple(value)
+    if not all(type(n) is int and n >= 0 for n in numbers):
+        raise TypeError(f"{numbers} are no sizes")
+    return numbers

@@ -17,26 +17,26 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    StorageMeta,
     TensorProperties,
+    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from megakit.checkpoint.agree import Disagreed, one_line
+from megakit.checkpoint.dcp_files import METADATA, Shape, read_index
 from megakit.checkpoint.manifest import FileInfo
 from megakit.files import sha256_file
 from megakit.parallel.comm import Comm
 
-Shape = tuple[int, ...]
 Boxes = dict[str, tuple[Shape, list[tuple[Shape, torch.Tensor]]]]
 """name -> (global shape, [(corner in the global tensor, local tensor)]); a rank may have no box of a tensor."""
-
-METADATA = ".metadata"
-"""DCP's index of the folder, written by rank 0."""
 
 
 class ShardView(torch.Tensor):
@@ -160,6 +160,29 @@ class _Writer(dcp.FileSystemWriter):
         self.files[METADATA] = FileInfo(path.stat().st_size, sha256_file(path))
 
 
+class _Reader(dcp.FileSystemReader):
+    """DCP's reader, which torch.loads tensors with weights_only, but unpickles the index of the folder, and whatever an index
+    calls bytes: either runs what a stranger put there. So the index is read by dcp_files.py, which has tensors only."""
+
+    def __init__(self, folder: Path):
+        super().__init__(folder)
+        self.folder = folder
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        index = read_index(self.folder)
+        tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
+            # nothing reads the properties: boxes are converted to the dtype of their place
+            name: TensorStorageMetadata(
+                TensorProperties(),
+                torch.Size(shape),
+                [ChunkStorageMetadata(torch.Size(start), torch.Size(size)) for start, size in index.boxes[name]],
+            )
+            for name, shape in index.shapes.items()
+        }
+        stored = {MetadataIndex(p.name, torch.Size(p.start)): _StorageInfo(p.file, p.offset, p.length) for p in index.pieces}
+        return Metadata(tensors, storage_data=stored, storage_meta=StorageMeta(load_id=self.load_id))
+
+
 def global_shapes(boxes: Boxes, comm: Comm) -> dict[str, Shape]:
     """Every tensor that any rank holds, with its global shape, after a check that the ranks together hold each element
     exactly once. Collective; cheap: only element counts travel.
@@ -199,7 +222,7 @@ def save(folder: Path, boxes: Boxes) -> dict[str, FileInfo]:
 def load(folder: Path, boxes: Boxes) -> None:
     """Fill the boxes in place, converting to their dtype. Collective. Raises `Disagreed` on every rank if it fails on any."""
     try:
-        dcp.load(_views(boxes), storage_reader=dcp.FileSystemReader(folder))
+        dcp.load(_views(boxes), storage_reader=_Reader(folder))
     except CheckpointException as error:
         raise _agreed(error) from None
 
