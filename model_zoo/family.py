@@ -207,6 +207,12 @@ def check_values(model: ModelConfig, where: str) -> None:
         )
 
 
+def check_layers(model: ModelConfig, tensors: int, where: str) -> None:
+    """Raises Refused for more layers than there are tensors, before anything is made for each of them."""
+    if model.num_layers > tensors:
+        raise Refused(f"{where} gives model.num_layers = {model.num_layers:,}, and there are {tensors:,} tensors: fetch it again")
+
+
 def need(config: dict[str, Any], wanted: dict[str, Any], architecture: str) -> None:
     """Refuse a config.json whose value of a key, where it is given, is not the only one that our decoder has."""
     for key, value in wanted.items():

@@ -14,7 +14,9 @@ from megakit.checkpoint.safetensors_files import DTYPES, read_header
 from megakit.checkpoint.torch_files import as_tensor, load_lazy
 from megakit.config.schema import ModelConfig
 from megakit.errors import Refused
+from megakit.files import stays_inside
 from model_zoo import FAMILIES, Family, family
+from model_zoo.family import check_layers
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
@@ -46,6 +48,7 @@ def read_tensors(folder: Path, config: dict[str, Any]) -> tuple[ModelConfig, dic
     except Refused as error:
         raise Refused(f"{folder}: {error}") from None
     stored = _with_prefix(its, _stored(folder))
+    check_layers(model, len(stored), f"{folder}/{CONFIG}")
     mapped = its.tensors(model)
     _check_tensors(folder, its, stored, {p.name: p.hf_shape(m.shape) for m in mapped.values() for p in m.parts}, model)
     if model.tie_embeddings and HEAD in stored:
@@ -64,6 +67,8 @@ def _stored(folder: Path) -> dict[str, LazyTensor]:
     where = _weight_map(folder / index)
     files = {}
     for file in sorted(set(where.values())):
+        if not stays_inside(file):
+            raise Refused(f"{folder / index} lists {file!r}, which is no file of the folder: it was tampered with")
         if not (folder / file).is_file():
             raise Refused(f"{folder / file} is missing, and {index} lists it: fetch it again")
         files[file] = read(folder / file)
@@ -145,7 +150,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_bytes())
     except OSError as error:
         raise Refused(f"{path} can't be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Refused(f"{path} is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise Refused(f"{path} holds no JSON object")

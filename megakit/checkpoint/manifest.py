@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megakit.errors import Refused
-from megakit.files import sha256_file
+from megakit.files import sha256_file, stays_inside
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -70,7 +70,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise Damaged(f"{path} is missing") from None
     except OSError as error:
         raise Damaged(f"{path} can't be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         size = path.stat().st_size
         raise Damaged(f"{path} is not JSON ({'empty' if size == 0 else f'{size} bytes: {error}'})") from None
     if not isinstance(value, dict):
@@ -82,8 +82,12 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest of the checkpoint in `path`. Raises Damaged if it is missing or can't be understood."""
     manifest = read_json(path / MANIFEST)
     files = manifest.get("files")
-    if not isinstance(files, dict) or not all(isinstance(f, dict) and {"bytes", "sha256"} <= f.keys() for f in files.values()):
+    if not isinstance(files, dict) or not all(
+        isinstance(f, dict) and type(f.get("bytes")) is int and isinstance(f.get("sha256"), str) for f in files.values()
+    ):
         raise Damaged(f"{path / MANIFEST} lists no files")
+    if outside := [name for name in files if not stays_inside(name)]:
+        raise Damaged(f"{path / MANIFEST} lists {outside[0]!r}, which is no file of the folder: it was tampered with")
     if manifest.get("format") != FORMAT:
         raise Damaged(
             f"{path / MANIFEST} has format {manifest.get('format')}, this megakit reads {FORMAT}: use the version that wrote it"

@@ -19,7 +19,7 @@ from megakit.config.schema import Config, ModelConfig
 from megakit.errors import Refused
 from megakit.modeling.layout import model_params
 from model_zoo import FAMILIES
-from model_zoo.family import check_values
+from model_zoo.family import check_layers, check_values
 
 _ONLY = {
     "num_experts": None,
@@ -74,6 +74,7 @@ def open_megatron(path: Path, vocab_size: int | None, tokenizer: str | None) -> 
     merged = {name: _merge([rank[name] for rank in found.ranks], name, _gated(found.args)) for name in found.ranks[0]}
     rows = merged["embedding.word_embeddings.weight"].shape[0] if "embedding.word_embeddings.weight" in merged else 0
     model = model_of(found.args, _vocabulary(found.folder, rows, vocab_size, tokenizer), found.folder)
+    check_layers(model, len(merged), f"{found.folder}, by its args,")
     tensors: dict[str, LazyTensor] = {}
     for name, tensor in merged.items():
         ours = _ours(name)

@@ -23,6 +23,7 @@ from megakit.checkpoint.dcp_files import METADATA, lazy_tensors
 from megakit.checkpoint.lazy import LazyTensor, cat
 from megakit.checkpoint.torch_files import as_tensor, load_lazy
 from megakit.errors import Refused
+from megakit.files import stays_inside
 
 TRACKER = "latest_checkpointed_iteration.txt"
 COMMON = "common.pt"
@@ -81,9 +82,9 @@ def _iteration(path: Path) -> Path:
     if not tracker.exists():
         return path
     text = tracker.read_text().strip()
-    folder = path / (f"iter_{int(text):07d}" if text.isdigit() else text)
-    if not folder.is_dir():
-        raise Refused(f"{tracker} names {text}, and {folder} is not there: correct it, or give an iter_NNNNNNN folder")
+    folder = path / (f"iter_{int(text):07d}" if re.fullmatch(r"[0-9]{1,18}", text) else text)
+    if not stays_inside(text) or not folder.is_dir():
+        raise Refused(f"{tracker} names {text[:100]}, and {folder} is not there: correct it, or give an iter_NNNNNNN folder")
     return folder
 
 
@@ -159,7 +160,7 @@ def _canonical(name: str) -> str:
 def _read_torch_dist(folder: Path) -> Megatron:
     try:
         backend = json.loads((folder / "metadata.json").read_text())["sharded_backend"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         backend = "torch_dist"
     if backend != "torch_dist":
         raise Refused(f"{folder} is stored by {backend}: save it with --ckpt-format torch_dist")
@@ -173,6 +174,8 @@ def _read_torch_dist(folder: Path) -> Megatron:
     for name, tensor in lazy_tensors(folder, lambda name: not _NOTHING.search(name)).items():
         name = _canonical(name)
         if _STACKED.match(name):
+            if 0 in tensor.shape:  # of which any number of layers would fit into no bytes
+                raise Refused(f"{folder} has {name} without elements, {list(tensor.shape)}: fetch it again")
             rest = name.removeprefix("decoder.layers.")
             out |= {f"decoder.layers.{i}.{rest}": tensor.select(i) for i in range(tensor.shape[0])}
         else:

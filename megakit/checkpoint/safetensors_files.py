@@ -68,6 +68,8 @@ def read_header(path: Path) -> dict[str, Stored]:
         base, tensors, end = 8 + length, {}, 0
         for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
             first, last = entry["data_offsets"]
+            if not all(type(n) is int and n >= 0 for n in (first, last, *entry["shape"])):
+                raise ValueError(f"{name} is {entry['shape']} at {first} to {last}")
             if first != end:
                 raise ValueError(f"{name} begins at byte {first}, what is before it ends at {end}")
             if entry["dtype"] not in DTYPES:
@@ -80,7 +82,7 @@ def read_header(path: Path) -> dict[str, Stored]:
             raise ValueError(f"{size} bytes, its header says {base + end}")
     except OSError as error:
         raise Refused(f"{path} can't be read ({error.strerror}): fetch it again") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Refused(f"{path} can't be read as safetensors ({error}): fetch it again") from None
     return tensors
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import math
 import pickle
+import pickletools
 import zipfile
 from collections import OrderedDict
 from pathlib import Path
@@ -81,7 +82,7 @@ class _Strided:
 
 def read_pickle(file: BinaryIO) -> Any:
     """A pickle without tensors, such as the .metadata of torch.distributed.checkpoint."""
-    return _Unpickler(file, Path(), {}).load()
+    return _Unpickler(file.read(), Path(), {}).load()
 
 
 def load_lazy(path: Path, start: int = 0, length: int | None = None) -> Any:
@@ -97,7 +98,7 @@ def load_lazy(path: Path, start: int = 0, length: int | None = None) -> Any:
                     raise Refused(f"{path} was written on a big-endian machine: convert it there to safetensors")
                 stored = {key[5:]: info for key, info in members.items() if key[:5] == "data/"}
                 records = {key: (start + _data_offset(window, info), info.file_size) for key, info in stored.items()}
-                return _Unpickler(io.BytesIO(archive.read(members["data.pkl"])), path, records).load()
+                return _Unpickler(archive.read(members["data.pkl"]), path, records).load()
     except Refused:
         raise
     except OSError as error:
@@ -149,11 +150,19 @@ class _Window(io.RawIOBase):
         return int(n)
 
 
+def _check_memo(data: bytes) -> None:
+    """The memo is an array: ten bytes that put something at place 2^32 of it would fill 64 GiB."""
+    for opcode, place, _ in pickletools.genops(data):
+        if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and (place or 0) >= len(data):
+            raise pickle.UnpicklingError(f"{len(data)} bytes put something at place {place} of their memo")
+
+
 class _Unpickler(pickle.Unpickler):
     """Makes plain data, LazyTensors and Inerts only. `records` are the first byte and the size of the storages by key."""
 
-    def __init__(self, file: BinaryIO, path: Path, records: dict[str, tuple[int, int]]):
-        super().__init__(file)
+    def __init__(self, data: bytes, path: Path, records: dict[str, tuple[int, int]]):
+        _check_memo(data)
+        super().__init__(io.BytesIO(data))
         self._path, self._records = path, records
 
     def find_class(self, module: str, name: str) -> Any:

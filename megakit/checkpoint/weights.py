@@ -26,8 +26,9 @@ from megakit.checkpoint.manifest import MANIFEST, Damaged, check_checksums, chec
 from megakit.checkpoint.safetensors_files import read_header
 from megakit.config.schema import Config, ModelConfig
 from megakit.errors import Refused
+from megakit.files import stays_inside
 from megakit.modeling.layout import model_params
-from model_zoo.family import differences
+from model_zoo.family import check_layers, check_values, differences
 
 KIND = "weights"
 """Of the manifest of a folder of weights; that of a training step has no kind."""
@@ -134,9 +135,12 @@ def _of_ours(path: Path) -> WeightsSource:
         source = _of_manifest(path, manifest)
     except Damaged:
         raise
+    except (KeyError, TypeError, AttributeError) as error:
+        raise Damaged(f"{path / MANIFEST} is not as megakit writes it ({type(error).__name__}: {error})") from None
     except Refused:
         check_checksums(path, manifest)  # names the file that is not what was written, if there is one
         raise
+    check_layers(source.model, len(source.tensors), str(path / MANIFEST))
     for name, spec in model_params(Config(model=source.model)).items():
         if name not in source.tensors:
             raise Damaged(f"{path} has no tensor {name}, which its manifest's model asks for")
@@ -149,6 +153,8 @@ def _of_ours(path: Path) -> WeightsSource:
 def _of_manifest(path: Path, manifest: dict[str, Any]) -> WeightsSource:
     record = manifest.get("tokenizer")
     if manifest.get("kind") == KIND:
+        if record and not stays_inside(record["path"]):
+            raise Damaged(f"{path / MANIFEST} has the tokenizer {record['path']!r}, which is no file of the folder")
         model, tensors, came = _model(manifest["model"]), _stored(path, manifest), side_files.found(path)
         tokenizer = path / record["path"] if record else None
         return WeightsSource("megakit", path, model, tensors, tokenizer, record, manifest["ids"], came, manifest)
@@ -166,4 +172,6 @@ def _stored(path: Path, manifest: dict[str, Any]) -> dict[str, LazyTensor]:
 def _model(saved: dict[str, Any]) -> ModelConfig:
     """As a manifest has it, which may be older or newer than this code."""
     known = {f.name for f in fields(ModelConfig)}
-    return ModelConfig(**{name: value for name, value in saved.items() if name in known})
+    model = ModelConfig(**{name: value for name, value in saved.items() if name in known})
+    check_values(model, MANIFEST)
+    return model

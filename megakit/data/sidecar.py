@@ -44,7 +44,7 @@ def read_sidecar(prefix: str) -> Optional[Sidecar]:
             values: Any = json.load(f)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         raise Refused(f"{path} can't be read ({e}): make the data again") from None
     version = values.get("version") if isinstance(values, dict) else None
     if version != SIDECAR_VERSION:

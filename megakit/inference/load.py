@@ -129,6 +129,6 @@ def _json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_bytes())
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         raise Refused(f"{path} can't be read ({e}): correct or remove it") from None
     return value if isinstance(value, dict) else {}

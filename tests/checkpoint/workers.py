@@ -71,6 +71,16 @@ def load_layout(cfg: Config, grid: Grid, zero: int, path: Path) -> list[str]:
     return wrong(boxes)
 
 
+def try_load_layout(cfg: Config, path: Path) -> str:
+    """What a refusal says."""
+    c = comm(Grid())
+    try:
+        store.load(path, rank_boxes(cfg, Grid(), 0, 0, saving=False), c)
+    except Stop as error:
+        return str(error)
+    return "loaded"
+
+
 def save_steps(root: Path, steps: list[int], keep: int = 0, protect: tuple[int, ...] = (), scale: int = 1) -> None:
     for step in steps:
         state = {"step": step, "consumed_samples": step * 4}

@@ -124,7 +124,7 @@ def _json_beside(path: str, name: str) -> dict[str, Any]:
         values = json.loads(file.read_bytes())
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         raise Refused(f"{file} can't be read ({e}): correct or remove it") from None
     if not isinstance(values, dict):
         raise Refused(f"{file} holds no JSON object: correct or remove it")
