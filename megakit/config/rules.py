@@ -577,6 +577,10 @@ def _check_log(cfg: Config) -> None:
     log = cfg.log
     if log.wandb == "disabled" and log.wandb_project != LogConfig.wandb_project:
         raise changes_nothing("log.wandb_project", log.wandb_project, "log.wandb = disabled", "log.wandb=offline or online")
+    for name in ("prometheus_address", "prometheus_port", "prometheus_targets"):
+        value = getattr(log, name)
+        if not log.prometheus and value != getattr(LogConfig, name):
+            raise changes_nothing(f"log.{name}", value, "log.prometheus = false", "log.prometheus=true")
 
 
 def _near(key: str, value: int, unit: int) -> list[Change]:

@@ -282,6 +282,14 @@ class LogConfig:
     """Weights & Biases: disabled | offline | online."""
     wandb_project: str = "megakit"
     """Weights & Biases project."""
+    prometheus: bool = False
+    """Serve the metrics to Prometheus over HTTP, from rank 0 (docs/monitoring.md); needs prometheus-client."""
+    prometheus_address: str = "127.0.0.1"
+    """Address that it listens at; 0.0.0.0: all of the host's, for a Prometheus on another one. It asks no password."""
+    prometheus_port: int = 9464
+    """Port that it listens at; 0: any that is free. One that is taken costs the metrics, not the run."""
+    prometheus_targets: Optional[str] = "runs/prometheus"
+    """Folder for a file that tells Prometheus' file_sd_configs where this run listens; null: none."""
 
 
 @dataclass

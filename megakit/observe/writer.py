@@ -1,4 +1,4 @@
-"""The one writer of a run's records: metrics, events and sample ids as JSON lines, the console, TensorBoard, Weights & Biases."""
+"""The one writer of a run's records: JSON lines (metrics, events, sample ids), console, TensorBoard, W&B, Prometheus."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class MetricsWriter:
     from metrics.jsonl and samples.jsonl, so that they have one line per step.
     """
 
-    def __init__(self, cfg: Config, run_dir: Path, *, total_steps: int, start_step: int = 0):
+    def __init__(self, cfg: Config, run_dir: Path, *, total_steps: int, start_step: int = 0, job_id: str | None = None):
         self._total = total_steps
         self._times: deque[float] = deque(maxlen=AVERAGED_STEPS + 1)
         self._lock, self._warned = threading.Lock(), set[str]()
@@ -37,6 +37,10 @@ class MetricsWriter:
         for name, keep in names.items():
             self._try(name, self._open, name, run_dir / f"{name}.jsonl", keep)
         self._trackers: list[Background] = []
+        self._prometheus: Background | None = None
+        if cfg.log.prometheus:
+            known = {"total_steps": total_steps, "start_step": start_step, "job_id": job_id}
+            self._prometheus = self._track("prometheus", lambda: _prometheus(cfg, run_dir, self._warn, known))
         if cfg.log.tensorboard:
             self._track("tensorboard", lambda: _tensorboard(run_dir, start_step))
         if cfg.log.wandb != "disabled":
@@ -68,6 +72,8 @@ class MetricsWriter:
 
     def event(self, kind: str, **fields: Any) -> None:
         """Something that happened, for events.jsonl: a resume, an alert, a skipped step, a checkpoint."""
+        if self._prometheus:
+            self._prometheus.put("event", kind, fields)
         self._try("events", self._write, "events", to_line(kind, {"time": round(time.time(), 3), **fields}))
 
     def message(self, text: str) -> None:
@@ -105,8 +111,9 @@ class MetricsWriter:
                 self._warned.add(name)
                 self.message(f"WARNING: {name}.jsonl can't be written and misses records, the run goes on: {error}")
 
-    def _track(self, name: str, make: Any) -> None:
+    def _track(self, name: str, make: Any) -> Background:
         self._trackers.append(Background(name, make, self._warn))
+        return self._trackers[-1]
 
     def _warn(self, text: str) -> None:
         self.message(f"WARNING: {text}")
@@ -136,3 +143,11 @@ def _wandb(cfg: Config, run_dir: Path, warn: Any) -> Any:
     from megakit.observe.wandb import Wandb
 
     return Wandb(cfg, run_dir, warn)
+
+
+def _prometheus(cfg: Config, run_dir: Path, warn: Any, known: dict[str, Any]) -> Any:
+    try:
+        from megakit.observe.prometheus import Prometheus
+    except ImportError as error:
+        raise RuntimeError("log.prometheus = true needs the package prometheus-client: pip install prometheus-client") from error
+    return Prometheus(cfg, run_dir, warn, **known)

@@ -67,7 +67,7 @@ def _run(cfg: Config, ranks: Ranks, state: ParallelState, comm: Comm) -> None:
     progress = _start(cfg, engine, choice)
     writer = None
     if state.rank == 0:
-        writer = MetricsWriter(cfg, run_dir, total_steps=last, start_step=progress.step)
+        writer = MetricsWriter(cfg, run_dir, total_steps=last, start_step=progress.step, job_id=ranks.job_id)
     ok = False
     try:
         if writer:

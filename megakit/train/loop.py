@@ -95,6 +95,8 @@ class Trainer:
                     self._save()
                 if asked.stop and step < self.total:  # before any evaluation: the time until the job is killed may be short
                     self.engine.settle()
+                    if self.writer:
+                        self.writer.event("stop", step=step)
                     raise AskedToStop(
                         f"at step {step} of {self.total}, as a signal asked: the checkpoint is saved, the same command goes on"
                     )

@@ -297,6 +297,28 @@ def wandb_run(cfg: Config, place: Place) -> Any:
     return asked
 
 
+def prometheus_run(cfg: Config, place: Place) -> Any:
+    """Where Prometheus is to find the run."""
+    from megakit.observe import prometheus
+    from megakit.observe.writer import MetricsWriter
+
+    asked: list[Any] = []
+
+    def serve(address: str, port: int, registry: Any, path: str) -> Any:
+        asked.append((address, port))
+        return SimpleNamespace(reachable_at="there", close=lambda: None)
+
+    def target(path: Path, *args: Any) -> Any:
+        asked.append(path.parent)
+        return SimpleNamespace(write=lambda: None, remove=lambda: None)
+
+    with place.patch.context() as patch:
+        patch.setattr(prometheus, "MetricsServer", serve)
+        patch.setattr(prometheus, "TargetFile", target)
+        MetricsWriter(cfg, place.folder, total_steps=1, start_step=0).close(True)
+    return asked
+
+
 def command(cfg: Config, place: Place) -> Any:
     """What the command does with the recipe: prints its plan, or starts ranks with which sizes."""
     from megakit import pretrain

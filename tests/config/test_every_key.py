@@ -60,6 +60,7 @@ class Permits:
 TINY_CONFIG = compose(TINY)
 SMALL = {"model.num_layers": 2, "train.global_batch_size": 4, "train.seq_len": 16}
 RUN = {"train.steps": 4, "log.console": "off", "launch.device": "cpu"}
+PROMETHEUS = {"log.prometheus": True, "log.console": "off"}
 ROPE = {"model.rope_scaling": 'llama3', "model.rope_factor": 8, "model.rope_original_max_position_embeddings": 8,
         "model.rope_low_freq_factor": 1, "model.rope_high_freq_factor": 4}  # fmt: skip
 YARN = {"model.rope_scaling": 'yarn', "model.rope_factor": 4, "model.rope_original_max_position_embeddings": 4096,
@@ -196,6 +197,10 @@ PROOFS: dict[str, Changes | Refuses | Permits] = {
     "log.tensorboard": Changes(True, see.whole_run, RUN),
     "log.wandb": Changes("online", see.wandb_run, {"log.wandb": "offline", "log.console": "off"}),
     "log.wandb_project": Changes("other", see.wandb_run, {"log.wandb": "offline", "log.console": "off"}),
+    "log.prometheus": Changes(True, see.prometheus_run, {"log.console": "off"}),
+    "log.prometheus_address": Changes("0.0.0.0", see.prometheus_run, PROMETHEUS),
+    "log.prometheus_port": Changes(0, see.prometheus_run, PROMETHEUS),
+    "log.prometheus_targets": Changes(None, see.prometheus_run, PROMETHEUS),
     "launch.device": Changes("cpu", see.ranks_here),
     "launch.timeout_s": Changes(60, see.process),
     "launch.threads_per_rank": Changes(7, see.process),

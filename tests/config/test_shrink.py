@@ -202,6 +202,11 @@ def test_a_project_of_wandb_is_no_longer_needed():
     assert shrink(tiny("log.wandb=offline", "log.wandb_project=x")).log == tiny("log.interval=1").log
 
 
+def test_a_small_run_tells_prometheus_nothing():
+    keys = ["log.prometheus=true", "log.prometheus_address=0.0.0.0", "log.prometheus_port=1", "log.prometheus_targets=null"]
+    assert shrink(tiny(*keys)).log == tiny("log.interval=1").log
+
+
 def test_what_a_recipe_leaves_out_stays_out():
     small = shrink(tiny("train.seq_len=7", "model.vocab_size=50", "parallel.dp=1"))
     assert (small.train.seq_len, small.model.vocab_size, small.train.eval_interval, small.optim.warmup_steps) == (6, 50, 0, 0)

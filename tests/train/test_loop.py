@@ -70,6 +70,7 @@ def test_a_signal_saves_and_the_same_command_goes_on_to_the_bit(tmp_path):
 def test_every_signal_that_asks_for_a_stop_saves(tmp_path, number):
     code, _ = run_job(config(tmp_path, train__steps=7), functools.partial(send_signal, number, 1, 0))
     assert code == EXIT_ASKED_TO_STOP and checkpoints(tmp_path) == [2]
+    assert [(e["kind"], e["step"]) for e in records(tmp_path, "events")] == [("checkpoint", 2), ("stop", 2)]
 
 
 @pytest.mark.parametrize("at", [6, 7])
