@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from pathlib import PurePosixPath
 
+NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+"""What a file system without locks answers when one is asked for."""
 _CHUNK = 1 << 22
 _LONGEST = 200
 """Bytes of the name of a file in a folder: longer ones are errors of the system, not names."""

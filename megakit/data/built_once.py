@@ -6,7 +6,6 @@ node alike; the kernel lets go of the lock when its holder ends, however it ends
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import shutil
@@ -17,12 +16,11 @@ from pathlib import Path
 from typing import Optional
 
 from megakit.errors import Refused, Stop, StorageFailed
-from megakit.files import sync_file, sync_folder
+from megakit.files import NO_LOCKS, sync_file, sync_folder
 
 Tell = Callable[[str], None]
 _POLL_S = 0.2
 _TOLD_S = 30.0
-_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
 def built_once(folder: Path, build: Callable[[Path, Tell], None], *, patience_s: float, tell: Optional[Tell] = None) -> Path:
@@ -77,7 +75,7 @@ def _lock(handle: int) -> bool:
     except BlockingIOError:
         return False
     except OSError as e:
-        if e.errno not in _NO_LOCKS:  # a file system without locks: each makes its own, the first one's stays
+        if e.errno not in NO_LOCKS:  # a file system without locks: each makes its own, the first one's stays
             raise
     return True
 

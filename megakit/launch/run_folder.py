@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import os
@@ -17,7 +16,7 @@ from typing import Protocol, TypeVar
 from megakit.config.schema import Config
 from megakit.config.typed import to_yaml
 from megakit.errors import Refused
-from megakit.files import write_whole
+from megakit.files import NO_LOCKS, write_whole
 from megakit.launch.ranks import Ranks
 
 T = TypeVar("T")
@@ -27,7 +26,6 @@ SHARED_S = 60.0
 """For a new folder to show on the other nodes of a shared file system."""
 _locks: dict[Path, int] = {}
 """Locks that this process holds, as the kernel does: per process, until they are let go or it ends."""
-_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 """What a shared file system without locks answers."""
 
 
@@ -154,7 +152,7 @@ def _lock(folder: Path, ranks: Ranks) -> None:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno in _NO_LOCKS:
+        if error.errno in NO_LOCKS:
             os.close(fd)
             return
         holder = os.read(fd, 1000).decode(errors="replace")

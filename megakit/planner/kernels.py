@@ -14,7 +14,8 @@ from megakit.parallel.pipeline import generators
 from megakit.planner.hardware import Gpu
 from megakit.planner.links import Links
 from megakit.planner.operators import PASSES
-from megakit.planner.workload import BYTES, Workload
+from megakit.planner.widths import WEIGHT_BYTES
+from megakit.planner.workload import Workload
 
 WAVE = 0.2
 """Share of a last, partly filled wave of tiles that is really lost: products that follow fill the rest."""
@@ -80,7 +81,7 @@ class Kernels:
 
     def __init__(self, w: Workload, gpu: Gpu, links: Links):
         self.w, self.gpu, self.f, self.links = w, gpu, gpu.fitted, links
-        self.width = BYTES[w.precision]
+        self.width = WEIGHT_BYTES[w.precision]
         self.rows = w.micro_batch_size * w.seq / w.cp
         peak = gpu.fp32_tflops if w.precision == "fp32" else gpu.bf16_tflops
         self.peak = peak * 1e12

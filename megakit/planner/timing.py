@@ -16,7 +16,8 @@ from megakit.planner.hardware import Gpu
 from megakit.planner.kernels import STREAM, Kernels, Parts, Piece
 from megakit.planner.links import Links
 from megakit.planner.orthogonal import orthogonalisation
-from megakit.planner.workload import BYTES, Workload
+from megakit.planner.widths import WEIGHT_BYTES
+from megakit.planner.workload import Workload
 
 AT_ONCE = 0.1
 """Share of the data parallel traffic of ZeRO 0 to 2 that nothing is left to hide behind."""
@@ -109,7 +110,7 @@ class _Step:
             self.again = None if self.again is None else self.again.times(w.stack.factor)
         self.transfer = 0.0
         if w.pp > 1:
-            self.transfer = self.links.pp(self.kernels.rows * w.hidden * BYTES[w.precision])
+            self.transfer = self.links.pp(self.kernels.rows * w.hidden * WEIGHT_BYTES[w.precision])
         overlapped = w.stack.pp_overlap and w.virtual_stages > 1
         self.pp_share = PP_EXPOSED if overlapped else 1.0
         self.made: dict[tuple[int, bool, bool], tuple[Parts, Parts, StageTime]] = {}
@@ -189,7 +190,7 @@ class _Step:
 
     def data_parallel(self, elements: int, layers: int, pipeline: float, one: float) -> tuple[float, float]:
         """(exposed, hidden) seconds of the traffic between replicas; `one` is a micro-batch's computation."""
-        w, links, weight = self.w, self.links, BYTES[self.w.precision]
+        w, links, weight = self.w, self.links, WEIGHT_BYTES[self.w.precision]
         if links.replicas == 1:
             return 0.0, 0.0
         if w.zero == 3 and w.zero_group > 1:
@@ -212,7 +213,7 @@ class _Step:
         """Weights are gathered layer by layer, forward and backward, with every micro-batch."""
         w, links, units = self.w, self.links, layers + 1
         reductions = w.micro_batches if w.zero3_each else 1
-        traffic = 2 * w.micro_batches * links.shards(elements * BYTES[w.precision], units)
+        traffic = 2 * w.micro_batches * links.shards(elements * WEIGHT_BYTES[w.precision], units)
         traffic += reductions * links.shards(elements * w.gradient_bytes, units)
         traffic += 2 * reductions * links.copies(elements * w.gradient_bytes / w.zero_group, units)
         beside = (1 - IN_THE_WAY) * traffic

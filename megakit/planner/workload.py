@@ -19,9 +19,6 @@ from megakit.planner.operators import by_kernels
 from megakit.planner.states import micro_batches
 from megakit.planner.widths import GRADIENT_BYTES
 
-BYTES = {"bf16": 2, "fp16": 2, "fp8": 2, "fp32": 4}
-"""Of an activation and of a weight as it is gathered; fp8 is used inside of matrix products only."""
-
 
 @dataclass(frozen=True)
 class Stack:
