@@ -1,5 +1,7 @@
 """What ends a run on purpose, and the exit code that each end is documented to have."""
 
+import signal
+
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_REFUSED = 2
@@ -9,6 +11,8 @@ EXIT_STORAGE = 74
 EXIT_ASKED_TO_STOP = 75
 NEVER_AGAIN = (EXIT_REFUSED, EXIT_NOT_FINITE, EXIT_REPEATED)
 """After these nothing is started again: it would only repeat what happened."""
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+"""What asks a run to save and stop."""
 
 
 class Stop(Exception):

@@ -17,12 +17,10 @@ from multiprocessing.connection import Connection
 from typing import NoReturn
 
 from megakit.config.schema import Config
-from megakit.errors import EXIT_FAILED, Stop
+from megakit.errors import EXIT_FAILED, STOP_SIGNALS, Stop
 from megakit.launch.devices import threads_per_rank
 from megakit.launch.ranks import Ranks
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-"""What asks a run to save and stop."""
 _PR_SET_PDEATHSIG = 1
 _LONGEST_TRACEBACK = 50_000
 

@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from megakit.errors import STOP_SIGNALS
 from megakit.files import write_whole
 from megakit.queue.process import identity, kill_session, session
 
@@ -23,7 +24,6 @@ ORDER, LOCK, STARTED, ENDED = "order.json", "lock", "started.json", "ended.json"
 EXIT_TAKEN = 11
 """Of a runner that found another one at work."""
 EXIT_NO_COMMAND = 127
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 LEFT_S = 60.0
 """For killed processes that a job left behind to vanish; one that waits for a dead file system does not."""
 
@@ -37,7 +37,7 @@ def run(folder: Path) -> int:
         return EXIT_TAKEN
     if (folder / STARTED).exists() or (folder / ENDED).exists():
         return EXIT_TAKEN
-    for number in _SIGNALS:
+    for number in STOP_SIGNALS:
         signal.signal(number, lambda *_: None)  # not SIG_IGN, which the job would inherit
     order = json.loads((folder / ORDER).read_text())
     try:
@@ -72,7 +72,7 @@ def run(folder: Path) -> int:
 def _become(order: dict[str, Any], log: int, gate: int, opened: int) -> None:
     """In the forked child: wait until it is written down, then turn into the job. Does not return."""
     try:
-        for number in _SIGNALS:
+        for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_DFL)
         os.setsid()
         os.umask(order["umask"])

@@ -7,7 +7,7 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+from megakit.errors import STOP_SIGNALS
 
 
 class StopSignal:
@@ -24,7 +24,7 @@ class StopSignal:
 
     def __enter__(self) -> StopSignal:
         if threading.current_thread() is threading.main_thread():
-            handlers = {s: signal.getsignal(s) for s in SIGNALS}
+            handlers = {s: signal.getsignal(s) for s in STOP_SIGNALS}
             # None: installed by C code, and nothing here could put it back
             self._before = {s: handler for s, handler in handlers.items() if handler not in (signal.SIG_IGN, None)}
             for number in self._before:
