@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import sys
 
-from megakit.errors import EXIT_ASKED_TO_STOP, EXIT_DONE
+from megakit.errors import EXIT_ASKED_TO_STOP, EXIT_DONE, EXIT_STORAGE, NEVER_AGAIN
+
+_TOLD = (*NEVER_AGAIN, EXIT_STORAGE, EXIT_ASKED_TO_STOP)
+"""Ends that the ranks have told in a line each: torchrun's summary would bury it under tracebacks."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -25,8 +28,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         torchrun(sys.argv[1:] if argv is None else argv)
     except ChildFailedError as failed:
-        print(failed, file=sys.stderr)
-        return cause(failed.failures)
+        code = cause(failed.failures)
+        if code not in _TOLD:
+            print(failed, file=sys.stderr)
+        return code
     except EndedElsewhere as ended:
         print(f"megakit: {ended}", file=sys.stderr)
         return ended.code
