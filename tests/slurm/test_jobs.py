@@ -150,9 +150,13 @@ def test_torchrun_of_each_node_passes_the_signal_on(user, reference):
     assert user.losses(folder) == reference and len(user.resumed(folder)) == 1
 
 
-def test_a_cancelled_job_is_not_queued_again(user):
+@pytest.mark.parametrize("warned", [False, True])
+def test_a_cancelled_job_is_not_queued_again(user, warned):
+    """Nor where Slurm has sent USR1 shortly before, as ahead of the time limit."""
     job = user.submit()
     user.cluster.until(lambda: user.steps(f"runs/tiny-{job}") > 5, 240, "the first steps")
+    if warned:
+        user.cluster.run("scancel", "--batch", "--signal=USR1", job)
     user.cluster.run("scancel", job)
     ended = user.cluster.wait(job)
     time.sleep(3)
@@ -161,8 +165,11 @@ def test_a_cancelled_job_is_not_queued_again(user):
 
 def test_the_nodes_of_a_failing_job_are_free_after_its_attempts(user):
     """A refusal that only the ranks can see ends the job at once; a failure is tried max_attempts times, then ends with 4."""
-    bad = user.submit("data.mock=false", "data.path=[nowhere]")
-    assert user.cluster.wait(bad)["ExitCode"] == "2:0", user.log(bad)
+    for template in ("srun", "torchrun"):
+        bad = user.submit("data.mock=false", "data.path=[nowhere]", f"submit.template={template}")
+        ended = user.cluster.wait(bad)
+        assert (ended["ExitCode"], ended["Restarts"]) == ("2:0", "0"), user.log(bad)
+        assert "megakit: refused: data path nowhere" in user.log(bad) and "Traceback" not in user.log(bad), user.log(bad)
     fails = user.submit("submit.setup=['export GLOO_SOCKET_IFNAME=none0']", "submit.max_attempts=2")
     ended = user.cluster.wait(fails)
     assert (ended["ExitCode"], ended["Restarts"]) == ("4:0", "1"), user.log(fails)

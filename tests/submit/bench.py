@@ -29,10 +29,12 @@ class Bench:
     def __init__(self, folder: Path, text: str, srun: str, env: dict[str, str] | None = None, **commands: str):
         self.folder = folder
         (folder / "bin").mkdir(exist_ok=True)
-        for name, body in {"srun": srun, "scontrol": f'echo "$@" >> {folder}/scontrol', **commands}.items():
+        scontrol = f'[ "$2" = show ] && cat {folder}/shown || echo "$@" >> {folder}/scontrol'
+        for name, body in {"srun": srun, "scontrol": scontrol, **commands}.items():
             (folder / "bin" / name).write_text(f"#!/bin/bash\n{body}\n")
             (folder / "bin" / name).chmod(0o755)
         (folder / "job").write_text(text)
+        self.show("")
         assert subprocess.run(["bash", "-n", folder / "job"]).returncode == 0
         path = f"{folder / 'bin'}:{os.environ['PATH']}"
         env = {**os.environ, "PATH": path, "SLURM_JOB_ID": "42", "OUT": str(folder), **(env or {})}
@@ -45,6 +47,10 @@ class Bench:
             text=True,
             start_new_session=True,
         )
+
+    def show(self, text: str) -> None:
+        """What scontrol shows of the job from now on."""
+        (self.folder / "shown").write_text(text)
 
     def lose(self) -> None:
         """The node is gone, and all that ran on it."""

@@ -36,7 +36,7 @@ def test_options_from_the_recipe():
     got = options(text)
     assert {k: got[k] for k in slurm} == slurm and got["mem"] == "0" and "exclusive" in got
     final = script("launch.slurm.requeue=false")
-    assert "no-requeue" in options(final) and "scontrol" not in final
+    assert "no-requeue" in options(final) and "scontrol requeue" not in final
 
 
 def test_nodes_follow_the_grid():
@@ -114,6 +114,33 @@ def test_what_scancel_sends_lets_the_ranks_save_and_does_not_queue_the_job_again
     bench.wait_for("up")
     bench.proc.send_signal(signal.SIGTERM)
     assert bench.end() == (75, "") and (tmp_path / "got").exists() and "cancelled" in bench.out
+
+
+@pytest.mark.parametrize(
+    ("announced", "at_term", "again"),
+    [
+        ("JobState=RUNNING EndTime=500 Deadline=N/A", "JobState=COMPLETING EndTime=300 Deadline=N/A", False),  # scancel
+        ("JobState=RUNNING EndTime=500 Deadline=N/A", "JobState=COMPLETING Reason=TimeLimit EndTime=524 Deadline=N/A", True),
+        (
+            "JobState=RUNNING EndTime=500 Deadline=N/A",
+            "JobState=COMPLETING EndTime=900 Deadline=N/A",
+            True,
+        ),  # preempted, and queued
+        ("JobState=RUNNING EndTime=Unknown Deadline=N/A", "JobState=COMPLETING EndTime=300 Deadline=N/A", True),
+        ("JobState=RUNNING EndTime=500 Deadline=N/A", "", True),  # slurmctld does not answer
+    ],
+)
+def test_scancel_after_the_warning_is_known_by_an_end_that_comes_early(tmp_path, announced, at_term, again):
+    bench = Bench(tmp_path, script(), STOPS)
+    bench.wait_for("up")
+    bench.show(f"JobId=42 {announced}\n")
+    bench.proc.send_signal(signal.SIGUSR1)
+    bench.wait_for("got")
+    time.sleep(0.2)
+    bench.show(f"JobId=42 {at_term}\n" if at_term else "")
+    bench.proc.send_signal(signal.SIGTERM)
+    assert bench.end() == (75, "requeue 42\n" if again else "")
+    assert ("cancelled" in bench.out) != again
 
 
 def test_a_signal_that_finds_no_python_yet_is_no_failure(tmp_path):
