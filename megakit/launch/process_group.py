@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import MutableMapping
 from datetime import timedelta
 
 import torch
@@ -21,6 +22,7 @@ def init(cfg: Config, ranks: Ranks) -> tuple[torch.device, timedelta]:
     """
     # before any OpenMP work: a forked child hangs otherwise
     torch.set_num_threads(threads_per_rank(cfg.launch.threads_per_rank, ranks, os.environ))
+    keep_to_machine(ranks, os.environ)
     gpus, timeout = visible_gpus(os.environ), timedelta(seconds=cfg.launch.timeout_s)
     device, backend = torch.device("cpu"), "gloo"
     if wants_cuda(cfg.launch.device, gpus):
@@ -28,6 +30,15 @@ def init(cfg: Config, ranks: Ranks) -> tuple[torch.device, timedelta]:
         torch.cuda.set_device(device)
     dist.init_process_group(backend, store=_store(ranks, timeout), rank=ranks.rank, world_size=ranks.world, timeout=timeout)
     return device, timeout
+
+
+def keep_to_machine(ranks: Ranks, env: MutableMapping[str, str]) -> None:
+    """Where all ranks are known to be on this machine, gloo and NCCL listen on its loopback, unless an interface is given: what
+    they say is neither encrypted nor authenticated. And gloo need not look up the host's name, which some can't resolve."""
+    one_machine = ranks.launcher in ("single", "local") or (ranks.launcher == "torchrun" and ranks.local_world == ranks.world)
+    if one_machine and os.path.exists("/sys/class/net/lo"):
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            env.setdefault(name, "lo")
 
 
 def _store(ranks: Ranks, timeout: timedelta) -> dist.Store:

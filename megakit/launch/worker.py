@@ -20,6 +20,7 @@ from megakit.config.schema import Config
 from megakit.errors import EXIT_FAILED, STOP_SIGNALS, Stop
 from megakit.launch.devices import threads_per_rank
 from megakit.launch.ranks import Ranks
+from megakit.redact import redact
 
 _PR_SET_PDEATHSIG = 1
 _LONGEST_TRACEBACK = 50_000
@@ -57,13 +58,13 @@ def load_target(name: str) -> Target:
 def report_error(exc: BaseException) -> Report:
     """The report of an exception that ended a rank."""
     now, first = time.monotonic(), list(_causes(exc))[-1]
-    line = str(exc) if isinstance(exc, Stop) else "".join(traceback.format_exception_only(type(exc), exc)).strip()
+    line = str(exc) if isinstance(exc, Stop) else redact("".join(traceback.format_exception_only(type(exc), exc)).strip())
     if isinstance(exc, Stop):
         return Report(now, exc.code, line)
     if isinstance(exc, SystemExit):
         code = exc.code if isinstance(exc.code, int) and 0 <= exc.code < 256 else EXIT_FAILED * (exc.code is not None)
         return Report(now, code, f"ended with exit code {code}" if code else "")
-    text = "".join(traceback.format_exception(exc))[-_LONGEST_TRACEBACK:]
+    text = redact("".join(traceback.format_exception(exc)))[-_LONGEST_TRACEBACK:]
     return Report(now, EXIT_FAILED, line, text, _is_communication(first), "time" in str(first).lower())
 
 
@@ -128,9 +129,6 @@ def _settle(parent: int, log: str | None) -> None:
         _redirect(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), 1, 2)
     faulthandler.enable(file=2)
     faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)  # the launcher asks a rank that does not answer
-    # gloo would look up the host's name, which laptops and offline machines may not resolve
-    if "GLOO_SOCKET_IFNAME" not in os.environ and os.path.exists("/sys/class/net/lo"):
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 
 
 def _redirect(fd: int, *targets: int) -> None:

@@ -207,3 +207,15 @@ def ends_with_code(cfg: Config, ranks: Ranks) -> int:
         raise stop
     dist.all_reduce(torch.ones(1))
     return 0
+
+
+def says_where_it_listens(cfg: Config, ranks: Ranks) -> int:
+    """The interfaces for gloo and NCCL, and the addresses on which this process listens, as /proc has them."""
+    process_group.init(cfg, ranks)
+    dist.all_reduce(torch.zeros(1))
+    held = {os.readlink(fd) for fd in map(str, Path("/proc/self/fd").iterdir()) if os.path.islink(fd)}
+    rows = [line.split() for family in ("tcp", "tcp6") for line in Path(f"/proc/net/{family}").read_text().splitlines()[1:]]
+    found = {row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in held}
+    print("listens", os.environ.get("GLOO_SOCKET_IFNAME"), os.environ.get("NCCL_SOCKET_IFNAME"), *sorted(found), flush=True)
+    process_group.destroy(ok=True)
+    return 0
