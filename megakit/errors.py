@@ -2,6 +2,8 @@
 
 import signal
 
+from megakit.redact import one_line
+
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_REFUSED = 2
@@ -19,6 +21,9 @@ class Stop(Exception):
     """A run ends with one line for the user and `code` for the scheduler."""
 
     code = EXIT_FAILED
+
+    def __str__(self) -> str:
+        return one_line(super().__str__())
 
 
 class Refused(Stop):

@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import megakit
-from megakit.config import keys, rules, typed
+from megakit.config import keys, rules, secret_rules, typed
 from megakit.config.keys import schema_keys
 from megakit.config.schema import Config
 from megakit.errors import Refused
@@ -64,6 +64,7 @@ def compose(
     if names := typed.missing(cfg):
         chosen = next((c for c in choices if c.startswith("+recipe=")), config_file and f"={config_file}")
         raise Refused(_missing(names, files, chosen and chosen.partition("=")[2]))
+    secret_rules.check(cfg)
     if checked:
         rules.check(cfg)
     return cfg

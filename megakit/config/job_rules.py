@@ -10,7 +10,6 @@ from megakit.errors import Refused
 
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 UNLIMITED = ("UNLIMITED", "INFINITE")
-_SECRET = re.compile(r"(?i)(^|_)(token|secret|password|passwd|credentials?|api_?key|access_key)($|_)")
 
 
 def check(cfg: Config) -> None:
@@ -71,11 +70,6 @@ def _check_environment(env: dict[str, str]) -> None:
             raise Refused(f"cluster.env has {name!r}, which can't name a variable: use letters, digits and '_'")
         if "\n" in value or "\0" in value:
             raise Refused(f"cluster.env: {name} has more than one line, which job scripts don't carry: use one line")
-        if _SECRET.search(name):
-            raise Refused(
-                f"cluster.env has {name}, which looks like a secret and would be saved in config.yaml: export it in your shell"
-                " or in a file that submit.setup sources, and leave it out here"
-            )
 
 
 def _check_submit(submit: SubmitConfig) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
+
+from megakit.redact import redact
 
 START_S = 30.0
 """A sink that is not ready after so long is left out."""
@@ -94,9 +95,5 @@ class Background:
 
 
 def error_line(error: BaseException) -> str:
-    """An error in one line, without the secrets of this process's environment."""
-    text = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    for name, value in os.environ.items():
-        if len(value) >= 8 and name.endswith(("KEY", "TOKEN", "SECRET", "PASSWORD")):
-            text = text.replace(value, "***")
-    return text[:400]
+    """An error in one line, without secrets."""
+    return redact(f"{type(error).__name__}: {' '.join(str(error).split())}")[:400]

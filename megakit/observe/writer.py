@@ -13,6 +13,7 @@ from megakit.config.schema import Config
 from megakit.observe.background import Background
 from megakit.observe.jsonl import JsonLines, rewind
 from megakit.observe.record import EvalRecord, StepRecord, record_line, to_line
+from megakit.redact import redact
 
 AVERAGED_STEPS = 100
 """The time left is that of the last so many steps, evaluation and saving included, for each step to come."""
@@ -74,7 +75,8 @@ class MetricsWriter:
         """Something that happened, for events.jsonl: a resume, an alert, a skipped step, a checkpoint."""
         if self._prometheus:
             self._prometheus.put("event", kind, fields)
-        self._try("events", self._write, "events", to_line(kind, {"time": round(time.time(), 3), **fields}))
+        told = {name: redact(value) if isinstance(value, str) else value for name, value in fields.items()}
+        self._try("events", self._write, "events", to_line(kind, {"time": round(time.time(), 3), **told}))
 
     def message(self, text: str) -> None:
         """A line for the person at the console, above the bar."""
