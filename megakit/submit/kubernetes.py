@@ -1,6 +1,6 @@
 """The same recipe as a JobSet of Kubernetes: one pod per node, torchrun in each, all started again together.
 
-Kubernetes' jobset.x-k8s.io/v1alpha2 (JobSet 0.6 or newer, for the rules of its failure policy).
+Kubernetes' jobset.x-k8s.io/v1alpha2 (JobSet 0.10 or newer, for the patterns in its failure policy).
 """
 
 from __future__ import annotations
@@ -15,12 +15,29 @@ from typing import Any
 import yaml
 
 from megakit.config.schema import Config
-from megakit.errors import NEVER_AGAIN, Refused
+from megakit.errors import EXIT_ASKED_TO_STOP, NEVER_AGAIN, Refused
 from megakit.submit.resources import resources
 from megakit.submit.script import SubmissionFailed, arguments
 
 PORT = 29500
 _PODS = "ranks"
+_POD_RULES = (
+    {"onExitCodes": {"containerName": _PODS, "operator": "In", "values": list(NEVER_AGAIN)}},
+    {"onExitCodes": {"containerName": _PODS, "operator": "In", "values": [EXIT_ASKED_TO_STOP]}},
+    {"onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},  # preempted, drained, evicted
+)
+"""Each fails the Job, all for the reason PodFailurePolicy; only the message of the failure tells which: what other failures do,
+as one of a rank, is BackoffLimitExceeded. A pod is never replaced alone: the others' ranks would fail without it."""
+_SET_RULES = (
+    {
+        "name": "stopped",
+        "action": "RestartJobSetAndIgnoreMaxRestarts",
+        "onJobFailureReasons": ["PodFailurePolicy"],
+        "onJobFailureMessagePatterns": ["matching FailJob rule at index [12]$"],
+    },
+    {"name": "final", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]},
+)
+"""The first that fits; without any the JobSet is started again, and that is counted."""
 
 
 def manifest(cfg: Config, words: Sequence[str]) -> str:
@@ -40,11 +57,7 @@ def jobset(cfg: Config, words: Sequence[str]) -> dict[str, Any]:
         "completions": nodes,
         "parallelism": nodes,
         "backoffLimit": 0,  # one pod alone can't go on: the JobSet starts all again
-        "podFailurePolicy": {
-            "rules": [
-                {"action": "FailJob", "onExitCodes": {"containerName": _PODS, "operator": "In", "values": list(NEVER_AGAIN)}}
-            ]
-        },
+        "podFailurePolicy": {"rules": [{"action": "FailJob", **rule} for rule in _POD_RULES]},
         "template": {"spec": _pod(cfg, words)},
     }
     return {
@@ -52,10 +65,7 @@ def jobset(cfg: Config, words: Sequence[str]) -> dict[str, Any]:
         "kind": "JobSet",
         "metadata": metadata,
         "spec": {
-            "failurePolicy": {
-                "maxRestarts": cfg.submit.max_attempts,
-                "rules": [{"name": "final", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}],
-            },
+            "failurePolicy": {"maxRestarts": cfg.submit.max_attempts, "rules": [*_SET_RULES]},
             "replicatedJobs": [{"name": _PODS, "replicas": 1, "template": {"spec": job}}],
         },
     }
@@ -106,10 +116,6 @@ def _pod(cfg: Config, words: Sequence[str]) -> dict[str, Any]:
             {"name": "shm", "emptyDir": {"medium": "Memory"}},
         ],
     }
-
-
-def _among(codes: Sequence[int]) -> dict[str, Any]:
-    return {"operator": "In", "values": list(codes)}
 
 
 def _literal(text: str) -> str:

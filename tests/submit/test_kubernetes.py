@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -20,7 +21,10 @@ JOBSET = {
     "kind": str,
     "metadata": {"name": str, "namespace": str},
     "spec": {
-        "failurePolicy": {"maxRestarts": int, "rules": [{"name": str, "action": str, "onJobFailureReasons": [str]}]},
+        "failurePolicy": {
+            "maxRestarts": int,
+            "rules": [{"name": str, "action": str, "onJobFailureReasons": [str], "onJobFailureMessagePatterns": [str]}],
+        },
         "replicatedJobs": [{"name": str, "replicas": int, "template": {"spec": dict}}],
     },
 }
@@ -62,7 +66,38 @@ def test_a_pod_for_each_node_and_a_rank_for_each_gpu():
         "limits": {"nvidia.com/gpu": 8},
     }
     assert pod["terminationGracePeriodSeconds"] == 600
-    assert job["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("code", "disrupted", "action"),
+    [
+        *((code, disrupted, "FailJobSet") for code in (2, 3, 4) for disrupted in (False, True)),
+        (75, False, "RestartJobSetAndIgnoreMaxRestarts"),
+        (75, True, "RestartJobSetAndIgnoreMaxRestarts"),
+        (137, True, "RestartJobSetAndIgnoreMaxRestarts"),  # not saved in time
+        *((code, False, "RestartJobSet") for code in (1, 74, 137)),  # the default, which is counted
+    ],
+)
+def test_what_follows_when_a_pod_ends(code: int, disrupted: bool, action: str):
+    """As the Job controller matches a pod, words its failure, and JobSet matches that."""
+    spec = made()["spec"]
+    reason, message = "BackoffLimitExceeded", "Job has reached the specified backoff limit"
+    for index, rule in enumerate(spec["replicatedJobs"][0]["template"]["spec"]["podFailurePolicy"]["rules"]):
+        if code in rule.get("onExitCodes", {}).get("values", []):
+            message = f"Container ranks for pod default/x failed with exit code {code} matching FailJob rule at index {index}"
+        elif disrupted and "onPodConditions" in rule:
+            message = f"Pod default/x has condition DisruptionTarget matching FailJob rule at index {index}"
+        else:
+            continue
+        assert rule["action"] == "FailJob"
+        reason = "PodFailurePolicy"
+        break
+    for rule in spec["failurePolicy"]["rules"]:
+        patterns = rule.get("onJobFailureMessagePatterns", [""])
+        if reason in rule["onJobFailureReasons"] and any(re.search(p, message) for p in patterns):
+            assert rule["action"] == action
+            return
+    assert action == "RestartJobSet"
 
 
 def test_the_command_reaches_torchrun_as_it_was_given(tmp_path: Path):
