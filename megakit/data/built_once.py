@@ -34,7 +34,7 @@ def built_once(folder: Path, build: Callable[[Path, Tell], None], *, patience_s:
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        handle = os.open(f"{folder}.lock", os.O_RDWR | os.O_CREAT, 0o666)
+        handle = os.open(f"{folder}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)  # it is written to
     except OSError as e:
         raise Refused(f"{folder} can't be made ({e.strerror}): give a data.cache_dir that can be written") from None
     try:

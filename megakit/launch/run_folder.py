@@ -148,7 +148,7 @@ def _numbered(path: Path, mark: str) -> Iterator[Path]:
 def _lock(folder: Path, ranks: Ranks) -> None:
     if folder in _locks:
         return
-    fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)  # it is written to
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

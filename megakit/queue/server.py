@@ -23,6 +23,8 @@ from megakit.queue.store import FILE, Store
 TICK_S = 1.0
 """Between two looks at the jobs of a machine."""
 LOCK = "lock"
+_UNMAPPED = 65534
+"""Owner of what is of no account of a container."""
 _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "lustre", "beegfs", "gpfs", "ceph", "9p", "afs", "pvfs2", "fuse.sshfs")
 """File systems on which SQLite's locks and flushes can't be relied on."""
 
@@ -88,6 +90,8 @@ def claim(folder: Path, gid: int) -> int:
     for path in (folder, folder / FILE):
         if path.exists() or path.is_symlink():
             _check_safe(path)
+    for path in folder.resolve().parents:
+        _check_above(path)
     if (kind := _file_system(folder)) in _NETWORK:
         raise Refused(f"--folder = {folder} is on {kind}: the queue's file must be on a local disk of the machine that serves")
     folder.chmod(0o700 if gid < 0 else 0o710)
@@ -150,6 +154,30 @@ def _check_safe(path: Path) -> None:
     if found.st_mode & 0o022:
         mode = f"{stat.S_IMODE(found.st_mode):o}"
         raise Refused(f"{path} can be written by others (mode {mode}), who could run jobs as you: chmod go-w {path}")
+
+
+def _check_above(path: Path) -> None:
+    """Whoever can rename the folder can put another in its place."""
+    found, account = path.stat(), wire.account_name(os.geteuid())
+    if found.st_uid not in (0, os.geteuid(), _UNMAPPED):
+        raise Refused(
+            f"{path} belongs to {wire.account_name(found.st_uid)}, who could put another --folder in place: use another"
+        )
+    by_group = found.st_mode & stat.S_IWGRP and not _is_private(found.st_gid, account)
+    if (found.st_mode & stat.S_IWOTH or by_group) and not found.st_mode & stat.S_ISVTX:
+        mode = f"{stat.S_IMODE(found.st_mode):o}"
+        raise Refused(
+            f"{path} can be written by others (mode {mode}), who could put another --folder in place: chmod go-w {path}"
+        )
+
+
+def _is_private(gid: int, account: str) -> bool:
+    """Whether a group has no member but the account, as each account's own has on many systems; that of root counts, too."""
+    try:
+        group = grp.getgrgid(gid)
+    except KeyError:
+        return False
+    return gid == 0 or (group.gr_name == account and {*group.gr_mem} <= {account})
 
 
 def _file_system(folder: Path) -> str:

@@ -136,3 +136,11 @@ def test_a_build_that_fails_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(Refused, match=r"data\.cache_dir that can be written"):
         built_once(tmp_path / "file" / "index", slowly, patience_s=1)
+
+
+def test_a_lock_that_is_a_link_is_not_written_through(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / "index.lock").symlink_to(tmp_path / "precious")
+    with pytest.raises(Refused, match=r"index can't be made"):
+        built_once(tmp_path / "index", lambda folder, tell: None, patience_s=1)
+    assert (tmp_path / "precious").read_text() == "mine"

@@ -140,3 +140,13 @@ def _refused(folder: str) -> str:
     except Refused as refused:
         return "run.dir" if "run.dir" in str(refused) else str(refused)
     return "nothing was refused"
+
+
+def test_a_lock_that_is_a_link_is_not_written_through(tmp_path):
+    """Someone who can write to a shared folder could else have a file of the user's cut off."""
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / ".lock").symlink_to(tmp_path / "precious")
+    with pytest.raises(Refused, match=r"run folder: .*\.lock"):
+        prepare(recipe("run.dir=out"))
+    assert (tmp_path / "precious").read_text() == "mine"
