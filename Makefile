@@ -3,7 +3,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 EXTRAS := demo,log,test,dev
 
-.PHONY: setup demo test test-slow test-slurm kernels lint clean
+ENGINE ?= docker
+IMAGE ?= megakit
+
+.PHONY: setup demo test test-slow test-slurm test-image kernels image image-lock lint clean
 
 setup: .venv/.installed
 
@@ -35,11 +38,26 @@ test-slurm: setup
 kernels: setup
 	$(BIN)/python -m megakit.ops.build
 
+# The GPU image, by docker or podman; ARGS="--build-arg BASE=..." for another base.
+image:
+	$(ENGINE) build --file docker/Dockerfile --tag $(IMAGE):$$(git describe --always --dirty --exclude '*') \
+		--build-arg REVISION=$$(git describe --always --dirty --abbrev=40 --exclude '*') $(ARGS) .
+
+# Pins again what the image adds to its base; ARGS=--upgrade takes the newest versions.
+image-lock: setup
+	$(BIN)/pip install --quiet uv
+	PATH=$(BIN):$$PATH $(BIN)/python docker/lock.py $(ARGS)
+
+# Builds the image on a stand-in for its base; as root on Debian 12.
+test-image:
+	docker/stand_in.sh
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/hadolint docker/Dockerfile
 
 clean:
 	rm -rf .venv data/demo runs megakit/ops/lib

@@ -334,7 +334,7 @@ class ContainerConfig:
     """The image in which the job script starts the ranks."""
 
     image: Optional[str] = None
-    """Image, as the runtime names it: nvcr.io#nvidia/pytorch:25.09-py3 or a .sqsh, .sif file; null: no container."""
+    """Image, as the runtime names it: nvcr.io#nvidia/pytorch:26.06-py3 or a .sqsh, .sif file; null: no container."""
     runtime: str = "pyxis"
     """pyxis (srun --container-image, by enroot) | apptainer (apptainer exec --nv)."""
     mounts: List[str] = field(default_factory=list)

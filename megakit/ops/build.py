@@ -63,7 +63,9 @@ def cuda(architectures: Sequence[str] = ARCHITECTURES) -> Target:
     codes = [f"-gencode=arch={a.replace('sm', 'compute')},code={a}" for a in usable]
     virtual = usable[0].rstrip("a").replace("sm", "compute")
     flags = ("-std=c++17", "-O3", "-Xcompiler", "-fPIC", *codes, f"-gencode=arch={virtual},code={virtual}")
-    return Target(NAMES["cuda"], nvcc, _run([nvcc, "--version"]), flags, link=("--shared", "--cudart", "static", *codes))
+    # without the table of local symbols: it holds names of temporary files, and a rebuild would never be the same
+    link = ("--shared", "--cudart", "static", "-Xlinker", "-s", *codes)
+    return Target(NAMES["cuda"], nvcc, _run([nvcc, "--version"]), flags, link=link)
 
 
 def emulated() -> Target:

@@ -182,3 +182,14 @@ def test_a_library_of_another_interface_is_not_used(gxx, folder, tmp_path_factor
 
 def test_the_sources_are_there():
     assert (SOURCES / "kernels").is_dir()
+
+
+def test_a_rebuild_by_nvcc_is_the_same_file(tmp_path, monkeypatch):
+    """nvcc names temporary files by its process: they must not be in the library, nor what a linker makes of them."""
+    if shutil.which("nvcc") is None:
+        pytest.skip("no nvcc")
+    small(tmp_path, monkeypatch, 'static __global__ void one() {}\nextern "C" void two() { one<<<1, 1>>>(); }')
+    target = build.cuda(build.ARCHITECTURES[:1])
+    for out in ("a", "b"):
+        build.build(target, tmp_path / out)
+    assert (tmp_path / "a" / target.name).read_bytes() == (tmp_path / "b" / target.name).read_bytes()
