@@ -84,7 +84,10 @@ class Agent:
         return {"name": self.name, "host": socket.gethostname(), "devices": self.devices, "attempts": attempts}
 
     def obey(self, orders: dict[str, dict[str, Any]]) -> None:
-        """Bring the attempts to what the server wants: one that it does not name has ended for it, or must end."""
+        """Bring the attempts to what the server wants: one that it does not name has ended for it, or must end.
+
+        `orders`: want, of those that were reported; all that _accept needs, of others.
+        """
         for attempt in self._attempts():
             order, want = self._order(attempt), orders.get(attempt, {}).get("want", STOP)
             if self._end(attempt, order["log"]) is not None:

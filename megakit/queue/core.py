@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from itertools import chain, count
 from typing import Any
 
@@ -173,7 +173,7 @@ class Queue:
         told = checks.report(report)
         self._hear(told)
         self._decide()
-        return self._orders(told["name"])
+        return self._orders(told["name"], told["attempts"])
 
     def _hear(self, report: Mapping[str, Any]) -> None:
         """Take in what an agent reports: who it is, what ended, how far the others are."""
@@ -260,15 +260,16 @@ class Queue:
         at = f", from the checkpoint of step {job.checkpoint}" if job.checkpoint else ""
         self._event(job.id, "started", f"attempt {job.attempt} on {machine.name}, {','.join(job.devices)}{at}")
 
-    def _orders(self, machine: str) -> dict[str, dict[str, Any]]:
-        """Every attempt that the machine should have, by its name."""
+    def _orders(self, machine: str, has: Container[str]) -> dict[str, dict[str, Any]]:
+        """Every attempt that the machine should have, by its name: what is wanted of it, and all about one that it has not."""
         wants = {None: RUN, outcome.KILL: KILL}
         given = ("config", "python", "cwd", "umask", "env", "run_dir", "checkpoints", "devices", "grace_s")
-        return {
-            self._attempt(job): {"want": wants.get(job.asked, STOP), **{key: job.__dict__[key] for key in given}}
-            for job in self._store.jobs(RUNNING)
-            if job.machine == machine
-        }
+        orders = {}
+        for job in self._store.jobs(RUNNING):
+            if job.machine == machine:
+                name, want = self._attempt(job), wants.get(job.asked, STOP)
+                orders[name] = {"want": want, **({} if name in has else {key: job.__dict__[key] for key in given})}
+        return orders
 
     def _attempt(self, job: Job) -> str:
         """The name of its last attempt, which no other has."""

@@ -103,6 +103,17 @@ def test_a_job_starts_is_watched_and_done(cluster: Cluster):
     assert cluster.said[-1].startswith("job 1 done")
 
 
+def test_a_machine_is_told_all_of_an_attempt_until_it_has_it(cluster: Cluster):
+    """Not its configuration again each second."""
+    cluster.submit()
+    name = f"1.1.{cluster.store.mark}"
+    for _ in range(2):  # the first answer may have been lost
+        assert cluster.hear("m")[name]["config"] == "a: 1\n"
+    assert cluster.hear("m", _1_1=GOING)[name] == {"want": "run"}
+    cluster.ask(do="cancel", id=1)
+    assert cluster.hear("m", _1_1=GOING)[name] == {"want": "stop"}
+
+
 def test_two_jobs_get_different_gpus(cluster: Cluster):
     for _ in range(3):
         cluster.submit()
