@@ -44,7 +44,7 @@ def submit(cfg: Config, args: Arguments) -> int:
     if cfg.submit.render_only:
         sys.stdout.write(script)
         return EXIT_DONE
-    for line in slurm.submit(cfg, args.words, script, links) if on_slurm else kubernetes.submit(cfg, args.words):
+    for line in slurm.submit(cfg, args.words, script, links) if on_slurm else kubernetes.submit(cfg, script):
         print(line)
     return EXIT_DONE
 

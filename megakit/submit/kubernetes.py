@@ -16,7 +16,7 @@ import yaml
 
 from megakit.config.schema import Config
 from megakit.errors import EXIT_ASKED_TO_STOP, NEVER_AGAIN, Refused
-from megakit.submit.resources import resources
+from megakit.submit.resources import Resources, resources, time_to_save_s
 from megakit.submit.script import SubmissionFailed, arguments
 
 PORT = 29500
@@ -51,14 +51,14 @@ def jobset(cfg: Config, words: Sequence[str]) -> dict[str, Any]:
     metadata: dict[str, Any] = {"name": cfg.run.name}
     if cfg.submit.kubernetes.namespace:
         metadata["namespace"] = cfg.submit.kubernetes.namespace
-    nodes = resources(cfg).nodes
+    size = resources(cfg)
     job = {
         "completionMode": "Indexed",
-        "completions": nodes,
-        "parallelism": nodes,
+        "completions": size.nodes,
+        "parallelism": size.nodes,
         "backoffLimit": 0,  # one pod alone can't go on: the JobSet starts all again
         "podFailurePolicy": {"rules": [{"action": "FailJob", **rule} for rule in _POD_RULES]},
-        "template": {"spec": _pod(cfg, words)},
+        "template": {"spec": _pod(cfg, size, words)},
     }
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
@@ -71,9 +71,8 @@ def jobset(cfg: Config, words: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def submit(cfg: Config, words: Sequence[str]) -> Iterator[str]:
-    """kubectl apply; yields what to tell. Raises Refused without kubectl, SubmissionFailed where it fails."""
-    text = manifest(cfg, words)
+def submit(cfg: Config, text: str) -> Iterator[str]:
+    """kubectl apply of the manifest; yields what to tell. Raises Refused without kubectl, SubmissionFailed where it fails."""
     if shutil.which("kubectl") is None:
         raise Refused("kubectl is not on the PATH: print the manifest with submit.render_only=true")
     done = subprocess.run(["kubectl", "apply", "-f", "-"], input=text, capture_output=True, text=True)
@@ -82,21 +81,21 @@ def submit(cfg: Config, words: Sequence[str]) -> Iterator[str]:
     yield f"{done.stdout.strip()}; logs: kubectl logs -f -l jobset.sigs.k8s.io/jobset-name={cfg.run.name}"
 
 
-def _pod(cfg: Config, words: Sequence[str]) -> dict[str, Any]:
-    job, kubernetes = resources(cfg), cfg.submit.kubernetes
+def _pod(cfg: Config, job: Resources, words: Sequence[str]) -> dict[str, Any]:
+    kubernetes = cfg.submit.kubernetes
     cpus = cfg.launch.slurm.cpus_per_task * job.ranks_per_node
     limits: dict[str, Any] = {"nvidia.com/gpu": job.ranks_per_node} if job.gpus else {}
     torchrun = [
         *(cfg.submit.python or "python", "-m", "megakit.launch.torchrun"),
         *(f"--nnodes={job.nodes}", f"--nproc-per-node={job.ranks_per_node}", "--max-restarts=0"),
         *(f"--master-addr={cfg.run.name}-{_PODS}-0-0.{cfg.run.name}", f"--master-port={PORT}"),
-        f"--shutdown-timeout={max(cfg.launch.slurm.signal_lead_s, 30)}",
+        f"--shutdown-timeout={time_to_save_s(cfg)}",
     ]
     ranks = ["-m", "megakit.pretrain", *arguments(words), f"run.dir={cfg.run.dir or f'runs/{cfg.run.name}'}"]
     lines = [*cfg.submit.setup, f'exec {shlex.join(torchrun)} --node-rank="$JOB_COMPLETION_INDEX" {shlex.join(ranks)}']
     return {
         "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": max(cfg.launch.slurm.signal_lead_s, 30),
+        "terminationGracePeriodSeconds": time_to_save_s(cfg),
         "containers": [
             {
                 "name": _PODS,

@@ -38,3 +38,8 @@ def resources(cfg: Config) -> Resources:
     if world % per_node:
         raise Refused(f"{world} ranks don't fill nodes of {per_node}: use a multiple, or another cluster.gpus_per_node")
     return Resources(world // per_node, per_node, cfg.launch.device != "cpu")
+
+
+def time_to_save_s(cfg: Config) -> int:
+    """Seconds from the request to stop until torchrun and Kubernetes kill ranks that have not ended: never below torch's own."""
+    return max(cfg.launch.slurm.signal_lead_s, 30)

@@ -15,7 +15,7 @@ import megakit
 from megakit.config.schema import Config
 from megakit.errors import EXIT_ASKED_TO_STOP, EXIT_DONE, EXIT_REPEATED, EXIT_STORAGE, NEVER_AGAIN, Refused, Stop
 from megakit.submit.container import command_prefix, exports, srun_options
-from megakit.submit.resources import Resources, resources
+from megakit.submit.resources import Resources, resources, time_to_save_s
 from megakit.submit.sweep import Task, tasks
 
 TEMPLATES = Path(megakit.__file__).resolve().parent.parent / "tools/slurm"
@@ -65,6 +65,7 @@ def render(cfg: Config, words: Sequence[str], first_job: str | None = None) -> s
         job=job,
         cpus_per_task=slurm.cpus_per_task,
         signal_lead_s=slurm.signal_lead_s,
+        time_to_save_s=time_to_save_s(cfg),
         requeue=slurm.requeue,
         max_attempts=submit.max_attempts,
         srun_options=[f"{option} \\" for option in srun_options(submit.container, variables)],

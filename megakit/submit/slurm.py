@@ -23,10 +23,10 @@ def submit(cfg: Config, words: Sequence[str], script: str, links: int = 1) -> It
         raise Refused("sbatch is not on the PATH: submit from a login node, or print the script with submit.render_only=true")
     first = _sbatch(script)
     yield f"submitted job {first}, log {_log(cfg, first)}"
-    job = first
+    job, later = first, render(cfg, words, first_job=first) if links > 1 else ""
     for number in range(2, links + 1):
         # afterany: whatever the one before ended with; a run that is over ends the rest at once
-        job = _sbatch(render(cfg, words, first_job=first), f"--dependency=afterany:{job}")
+        job = _sbatch(later, f"--dependency=afterany:{job}")
         yield f"submitted job {job}, {number} of {links}, behind it, log {_log(cfg, job)}"
 
 
