@@ -48,3 +48,9 @@ class AskedToStop(Stop):
     """A signal or a time limit asked for an end; the checkpoint is saved and the job may be requeued."""
 
     code = EXIT_ASKED_TO_STOP
+
+
+def stop_line(code: int, text: str) -> str:
+    """What the user reads when something ends on purpose with this exit code: one line."""
+    label = {EXIT_REFUSED: "refused", EXIT_FAILED: "failed"}.get(code, "stopped")
+    return f"megakit: {label}: {' '.join(text.split())}"

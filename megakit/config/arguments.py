@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megakit.errors import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED, Refused, Stop
+from megakit.errors import EXIT_DONE, Refused, Stop, stop_line
 
 
 class Option(NamedTuple):
@@ -104,8 +104,7 @@ def command(help: Help, run: Callable[[Arguments], int], argv: Sequence[str] | N
         print_help(help, args.overrides, args.config_dir)
         return EXIT_DONE
     except Stop as stop:
-        label = {EXIT_REFUSED: "refused", EXIT_FAILED: "failed"}.get(stop.code, "stopped")
-        print(f"megakit: {label}: {' '.join(str(stop).split())}", file=sys.stderr)
+        print(stop_line(stop.code, str(stop)), file=sys.stderr)
         return stop.code
     except BrokenPipeError:
         return output_cut_off()

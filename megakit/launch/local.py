@@ -21,11 +21,11 @@ from multiprocessing.connection import Connection, wait
 from types import FrameType
 
 from megakit.config.schema import Config
-from megakit.errors import EXIT_ASKED_TO_STOP, EXIT_DONE, EXIT_FAILED, STOP_SIGNALS
+from megakit.errors import EXIT_ASKED_TO_STOP, EXIT_DONE, EXIT_FAILED, STOP_SIGNALS, stop_line
 from megakit.launch.devices import visible_gpus, wants_cuda
 from megakit.launch.guardian import Guardian, kill_group
 from megakit.launch.ranks import Ranks
-from megakit.launch.verdict import End, judge, process_state, stop_line, tail
+from megakit.launch.verdict import End, judge, process_state, tail
 from megakit.launch.worker import Report, Target, load_target, work
 
 NOTHING_TO_SAVE = "before the first step or after the last, so there was nothing to save"

@@ -15,12 +15,11 @@ from contextlib import contextmanager
 from megakit.config.batch import BatchSize
 from megakit.config.rules import cluster_world, model_ranks, planned_world, resolve
 from megakit.config.schema import Config
-from megakit.errors import EXIT_ASKED_TO_STOP, EXIT_DONE, EXIT_NOT_FINITE, Refused
+from megakit.errors import EXIT_ASKED_TO_STOP, EXIT_DONE, EXIT_NOT_FINITE, Refused, stop_line
 from megakit.launch import cluster_env, local, rank_map
 from megakit.launch.devices import visible_gpus, wants_cuda
 from megakit.launch.env import check_tensor_parallel, ranks_from_env
 from megakit.launch.ranks import Ranks, restart_count
-from megakit.launch.verdict import stop_line
 from megakit.launch.worker import Report, end_with_parent, load_target, report_error
 from megakit.parallel.grid import Grid
 

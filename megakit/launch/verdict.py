@@ -7,7 +7,7 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-from megakit.errors import EXIT_FAILED, EXIT_REFUSED
+from megakit.errors import EXIT_FAILED, stop_line
 from megakit.launch.worker import Report
 
 _TAIL = 40
@@ -100,12 +100,6 @@ def _stall(early: End, silent: dict[int, str], timeout_s: float) -> str:
 def _short(text: str) -> str:
     line = text.strip().splitlines()[0] if text.strip() else ""
     return line if len(line) <= 200 else line[:197] + "..."
-
-
-def stop_line(code: int, text: str) -> str:
-    """What the user reads when a run ends on purpose: one line."""
-    label = {EXIT_REFUSED: "refused", EXIT_FAILED: "failed"}.get(code, "stopped")
-    return f"megakit: {label}: {' '.join(text.split())}"
 
 
 def process_state(pid: int) -> str:

@@ -16,7 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megakit.errors import EXIT_DONE, EXIT_REFUSED, Refused, Stop
+from megakit.config.arguments import output_cut_off, whole_number
+from megakit.errors import EXIT_DONE, Refused, Stop, stop_line
 
 FOLLOW_S = 0.5
 
@@ -158,12 +159,12 @@ def _parsers() -> dict[str, tuple[_Parser, Callable[[argparse.Namespace], None]]
     def place(parser: _Parser) -> None:
         host = re.sub(r"[^A-Za-z0-9._-]", "-", os.uname().nodename) or "machine"
         parser.add_argument("--name", default=host, help="name of this machine; default: its host name")
-        parser.add_argument("--slots", type=_whole, metavar="N", help="in place of GPUs: N ranks at a time on the CPU; 0: none")
+        parser.add_argument("--slots", type=_slots, metavar="N", help="in place of GPUs: N ranks at a time on the CPU; 0: none")
 
     p = command("submit", _submit, "Check a recipe and queue it; its run folder is the same over all its attempts.")
     p.add_argument("override", nargs="+", metavar="KEY=VALUE", help="the recipe, as for megakit.pretrain: +recipe=NAME KEY=VALUE")
     p.add_argument("--priority", type=int, default=0, metavar="N", help="higher ones come first and stop lower ones; default 0")
-    p.add_argument("--gpus", type=_positive, metavar="N", help="where the recipe leaves parallel.dp open; default: its grid")
+    p.add_argument("--gpus", type=whole_number, metavar="N", help="where the recipe leaves parallel.dp open; default: its grid")
     p.add_argument("--user", help="whose quota it counts against; default: the account you are")
     p.add_argument("--name", help="default: run.name of the recipe")
     p.add_argument("--max-restarts", type=int, default=3, metavar="K", help="failures without a newer checkpoint; default 3")
@@ -171,14 +172,14 @@ def _parsers() -> dict[str, tuple[_Parser, Callable[[argparse.Namespace], None]]
     p.add_argument("--config-dir", metavar="DIR", help="read also your own DIR/recipe/NAME.yaml, ...")
     p.add_argument("--config-file", metavar="FILE", help="a whole configuration in place of a recipe")
     p = command("list", _list, "All unfinished jobs and the last finished ones; or one job, with all that happened to it.")
-    p.add_argument("id", nargs="?", type=_positive, metavar="ID")
+    p.add_argument("id", nargs="?", type=whole_number, metavar="ID")
     p.add_argument("--all", action="store_true", help="every job there was")
     p.add_argument("--json", action="store_true", help="for programs")
     p = command("logs", _logs, "What a job has printed, over all its attempts.")
-    p.add_argument("id", type=_positive, metavar="ID")
+    p.add_argument("id", type=whole_number, metavar="ID")
     p.add_argument("-f", "--follow", action="store_true", help="go on until the job has ended")
     p = command("cancel", _cancel, "Ask jobs to save a checkpoint and stop for good; submit with their run.dir to go on.")
-    p.add_argument("id", nargs="+", type=_positive, metavar="ID")
+    p.add_argument("id", nargs="+", type=whole_number, metavar="ID")
     p.add_argument("--now", action="store_true", help="kill them: what is not saved is lost")
     p = command("quota", _quota, "GPUs that a user's jobs may hold at a time; without arguments, what is set.")
     p.add_argument("quota", nargs="*", metavar="USER=GPUS", help="'*' is everybody without one; USER=none takes it back")
@@ -195,14 +196,8 @@ def _parsers() -> dict[str, tuple[_Parser, Callable[[argparse.Namespace], None]]
     return out
 
 
-def _positive(text: str) -> int:
-    if not re.fullmatch(r"[1-9]\d{0,8}", text):
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 1 on")
-    return int(text)
-
-
-def _whole(text: str) -> int:
-    return 0 if text == "0" else _positive(text)
+def _slots(text: str) -> int:
+    return 0 if text == "0" else whole_number(text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -218,11 +213,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         run(parser.parse_intermixed_args(words[1:]))
         return EXIT_DONE
     except Stop as stop:
-        label = "refused" if stop.code == EXIT_REFUSED else "stopped"
-        print(f"megakit: {label}: {' '.join(str(stop).split())}", file=sys.stderr)
+        print(stop_line(stop.code, str(stop)), file=sys.stderr)
         return stop.code
-    except (BrokenPipeError, KeyboardInterrupt):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    except BrokenPipeError:
+        return output_cut_off()
+    except KeyboardInterrupt:
         return EXIT_DONE
 
 

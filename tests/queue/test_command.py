@@ -123,7 +123,7 @@ def test_gpus_are_those_of_the_grid(overrides: list[str], gpus: int | None, rank
         (["submit", *TINY, "parallel.tp=4"], "needs 4 GPUs, the largest machine has 2"),
         (["submit", "+recipe=llama7b"], "this recipe needs 32 GPUs"),
         (["submit", *TINY, "--priority", "x"], "argument --priority: invalid int value: 'x': see python -m megakit.queue submit"),
-        (["submit", *TINY, "--gpus", "0"], "argument --gpus: 0 is not a whole number from 1 on"),
+        (["submit", *TINY, "--gpus", "0"], "argument --gpus: 0 is no whole number above 0"),
         (["submit", *TINY, "--env", "NOT_SET_HERE"], "--env NOT_SET_HERE: it is not set here"),
         (["submit", *TINY, "--name", "a/b"], "can't name a folder and a job"),
         (["submit"], "the following arguments are required: KEY=VALUE"),
