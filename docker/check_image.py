@@ -24,7 +24,7 @@ OURS = ("megakit", "model_zoo", "recipes", "tools")
 EXTRAS = ("log", "data", "tokenizers")
 BASE = ("torch", "numpy")
 """What has to be the base's own."""
-CHEAP = {"transformer_engine": "transformer_engine.pytorch", "apex": "apex.optimizers"}
+IMPORTED = {"transformer_engine": "transformer_engine.pytorch", "apex": "apex.optimizers"}
 """What is imported of a library where there is a GPU."""
 
 
@@ -74,7 +74,7 @@ def libraries(names: list[str], gpu: bool) -> Iterator[str]:
             yield f"{name} is missing: another base, or build with --build-arg REQUIRE= without it"
         elif gpu:
             try:
-                importlib.import_module(CHEAP.get(name, name))
+                importlib.import_module(IMPORTED.get(name, name))
             except Exception as e:  # a broken build raises what it likes
                 yield f"{name} can't be imported: {type(e).__name__}: {e}"
 
@@ -140,7 +140,7 @@ def found(name: str) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Is this a whole image of megakit?")
-    parser.add_argument("--require", nargs="*", default=list(CHEAP), metavar="NAME", help="libraries that must be there")
+    parser.add_argument("--require", nargs="*", default=list(IMPORTED), metavar="NAME", help="libraries that must be there")
     parser.add_argument("--kernels", nargs="*", default=["cuda"], choices=["cuda", "emulated"], help="kernels that must be there")
     parser.add_argument("--lib", type=Path, default=LIB, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)

@@ -71,6 +71,25 @@ def test_nothing_is_installed_that_is_not_pinned():
     assert not re.search(r"apt-get|curl|wget|git clone", (ROOT / "docker/Dockerfile").read_text())
 
 
+def test_what_the_stage_of_the_kernels_copies_is_enough_to_build(tmp_path: Path):
+    """It copies single files, so that no other change compiles the kernels again."""
+    stage = instructions()[: [i for i, (kind, _) in enumerate(instructions()) if kind == "FROM"][1]]
+    for _, words in [i for i in stage if i[0] == "COPY"]:
+        *sources, to = words.split()
+        for source in sources:
+            if (ROOT / source).is_dir():
+                shutil.copytree(ROOT / source, tmp_path / to)
+            else:
+                (tmp_path / to).mkdir(parents=True, exist_ok=True)
+                shutil.copy(ROOT / source, tmp_path / to)
+    # -S: without what is installed, which has the rest of megakit
+    code = "import megakit.ops.build as b; print(b.__file__, len(list(b.SOURCES.glob('kernels/*.cu'))))"
+    done = subprocess.run([sys.executable, "-S", "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, f"copy this, too, in docker/Dockerfile: {done.stderr.splitlines()[-1]}"
+    file, kernels = done.stdout.split()
+    assert Path(file).is_relative_to(tmp_path) and int(kernels) == len(list((ROOT / "csrc/kernels").glob("*.cu"))) > 0
+
+
 def test_there_are_no_secrets():
     names = " ".join(words for kind, words in instructions() if kind in ("ARG", "ENV"))
     assert not re.search(r"TOKEN|KEY|SECRET|PASSWORD|://", names, re.I)
