@@ -182,7 +182,7 @@ def baseline(prefix: str, seq_len: int) -> tuple[float, ...]:
         mapped = []
         for name, array in (("documents", documents), ("begins", begins), ("order", order)):
             np.save(f"{prefix}.{name}.npy", array)
-            mapped.append(np.load(f"{prefix}.{name}.npy", mmap_mode="r"))
+            mapped.append(np.load(f"{prefix}.{name}.npy", mmap_mode="r", allow_pickle=False))  # noqa: TID251
         del documents, begins, order, array
 
         def read(place: int, count: int) -> Any:

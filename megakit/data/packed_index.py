@@ -49,7 +49,7 @@ class PackedIndex:
 
     def __init__(self, folder: Path):
         def array(name: str) -> np.ndarray:
-            return np.load(folder / f"{name}.npy", mmap_mode="r")
+            return np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)  # noqa: TID251
 
         self.order = array("order")
         self._begins = array("begins")

@@ -14,7 +14,7 @@ from urllib.parse import urlparse
 
 from prometheus_client import CollectorRegistry, MetricsHandler
 
-_ANY = ("0.0.0.0", "::")
+_ANY = ("0.0.0.0", "::")  # noqa: S104 - what is asked for is compared with them
 """All addresses of this host."""
 
 

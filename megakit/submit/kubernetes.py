@@ -106,7 +106,7 @@ def _pod(cfg: Config, job: Resources, words: Sequence[str]) -> dict[str, Any]:
                 "resources": {"requests": {"cpu": cpus, **limits}, "limits": limits},
                 "volumeMounts": [
                     {"name": "work", "mountPath": kubernetes.mount},
-                    {"name": "shm", "mountPath": "/dev/shm"},  # NCCL's, within the pod
+                    {"name": "shm", "mountPath": "/dev/shm"},  # noqa: S108 - NCCL's, within the pod
                 ],
             }
         ],

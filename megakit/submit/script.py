@@ -42,7 +42,7 @@ def render(cfg: Config, words: Sequence[str], first_job: str | None = None) -> s
     env = dict(sorted((cfg.cluster.env or {}).items()))
     exported = TORCHRUN_ENV if submit.template == "torchrun" else PLACED_ENV if job.nodes > 1 else ()
     variables = [*env, *(name for name in exported if name not in env)]
-    environment = Environment(
+    environment = Environment(  # noqa: S701 - of a shell, not HTML: values are quoted for it
         loader=FileSystemLoader(TEMPLATES),
         undefined=StrictUndefined,
         trim_blocks=True,

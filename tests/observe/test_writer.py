@@ -361,3 +361,11 @@ def test_a_line_sink_flushes():
     out = io.StringIO()
     Lines(10, 5, out).message("text")
     assert out.getvalue() == "text\n"
+
+
+def test_events_tell_no_secrets(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "s3cr3t" * 3)
+    w = open_writer(tmp_path)
+    w.event("alert", text=f"https://me:word@host/x?sig=abcdef: no access for {'s3cr3t' * 3}", step=3)
+    w.close(True)
+    assert json.loads((tmp_path / "events.jsonl").read_text())["text"] == "https://me:***@host/x?sig=*** no access for ***"

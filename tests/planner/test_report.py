@@ -81,3 +81,10 @@ def test_the_command_writes_the_page_with_the_grids(tmp_path, capsys):
 def test_a_page_that_cannot_be_written_is_refused(target: str, says: str, capsys):
     assert command.main(["+recipe=demo", "--report", target]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_names_are_text():
+    cfg = compose(["+recipe=demo"])
+    cfg.run.name = cfg.cluster.name = "<script>alert(1)</script>\"'><img src=x onerror=y>"
+    html = page(make_plan(cfg))
+    assert "&lt;script&gt;" in html and "<script>alert" not in html and "<img" not in html

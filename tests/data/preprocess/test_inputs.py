@@ -153,3 +153,18 @@ def test_urls_give_what_files_give(tmp_path: Path, model_path: Path, served: tup
     assert "\n" not in str(e.value)
     with pytest.raises(Refused, match=r"input nosuch://x\.jsonl can't be read: Protocol not known"):
         find_inputs(["nosuch://x.jsonl"])
+
+
+def test_secrets_of_urls_are_told_and_kept_nowhere(served, model_path, tmp_path):
+    """A signed URL that fails is told without its signature; one that works leaves none in the journal or the output."""
+    pytest.importorskip("aiohttp")
+    folder, address = served
+    url = f"{address.replace('://', '://me:word1234@')}/%s?X-Amz-Signature=abc123def"
+    with pytest.raises(Refused) as refused:
+        find_inputs([url % "none.jsonl"])
+    line = str(refused.value)
+    assert "word1234" not in line and "abc123def" not in line and "none.jsonl" in line
+    write_jsonl(folder / "a.jsonl", [f"text {number}" for number in range(100)])
+    preprocess([url % "a.jsonl"], str(model_path), str(tmp_path / "out"), Options(block_bytes=1000))
+    kept = b"".join(path.read_bytes() for path in tmp_path.glob("out*"))
+    assert kept and b"word1234" not in kept and b"abc123def" not in kept
