@@ -29,8 +29,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from megakit.checkpoint.agree import Disagreed, one_line
-from megakit.checkpoint.dcp_files import METADATA, Shape, read_index
+from megakit.checkpoint.agree import Disagreed, one_line, together
+from megakit.checkpoint.dcp_files import METADATA, Index, Shape, read_index
 from megakit.checkpoint.manifest import FileInfo
 from megakit.files import sha256_file
 from megakit.parallel.comm import Comm
@@ -167,9 +167,14 @@ class _Reader(dcp.FileSystemReader):  # noqa: TID251 - what runs files is overri
     def __init__(self, folder: Path):
         super().__init__(folder)
         self.folder = folder
+        self.index = Index({}, {}, [])
+
+    def read(self) -> None:
+        """The index, before DCP asks for it, which would tell what is wrong with it in a traceback."""
+        self.index = read_index(self.folder)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        index = read_index(self.folder)
+        index = self.index
         tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
             # nothing reads the properties: boxes are converted to the dtype of their place
             name: TensorStorageMetadata(
@@ -219,10 +224,12 @@ def save(folder: Path, boxes: Boxes) -> dict[str, FileInfo]:
     return writer.files
 
 
-def load(folder: Path, boxes: Boxes) -> None:
+def load(folder: Path, boxes: Boxes, comm: Comm) -> None:
     """Fill the boxes in place, converting to their dtype. Collective. Raises `Disagreed` on every rank if it fails on any."""
+    reader = _Reader(folder)
+    together(comm, reader.read)
     try:
-        dcp.load(_views(boxes), storage_reader=_Reader(folder))  # noqa: TID251 - with that reader
+        dcp.load(_views(boxes), storage_reader=reader)  # noqa: TID251 - with that reader
     except CheckpointException as error:
         raise _agreed(error) from None
 

@@ -238,7 +238,7 @@ def load(path: Path, boxes: Boxes, comm: Comm, verified: bool = False) -> dict[s
         manifest = found
     try:
         together(comm, lambda: _check_tensors(path, boxes, manifest["tensors"]))
-        shards.load(path, boxes)
+        shards.load(path, boxes, comm)
     except Disagreed as error:
         raise Refused(f"can't load {path}: {error.reason if error.stop else error}") from None
     return on_first(comm, lambda: read_json(path / STATE))

@@ -86,6 +86,7 @@ def outcomes(pools, folder, cfg, tmp_path, capfd):
     """What a resume and every tool say of it: each in one line, with exit code 2."""
     (resumed,) = pools(1).run(workers.try_load_layout, cfg, folder)
     said = [resumed]
+    assert resumed.startswith(f"can't load {folder}: {folder}/.metadata") and "rank" not in resumed
     for main, argv in (
         (convert_ckpt.main, ["--to", "hf", str(folder), str(tmp_path / "out")]),
         (convert_ckpt.main, ["--to", "megakit", str(folder), str(tmp_path / "out")]),
