@@ -6,6 +6,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
+from itertools import takewhile
 from pathlib import Path
 
 from megakit.errors import Refused
@@ -13,24 +14,21 @@ from megakit.launch.ranks import Ranks
 
 
 def visible_gpus(env: Mapping[str, str], root: Path = Path("/")) -> int:
-    """GPUs that CUDA would show to a process with this environment: those that the driver lists and CUDA_VISIBLE_DEVICES allows.
+    """GPUs that CUDA would show to a process with this environment. `root` is where /dev and /proc are looked for."""
+    return len(gpu_names(env, root))
 
-    `root` is where /dev and /proc are looked for.
-    """
+
+def gpu_names(env: Mapping[str, str], root: Path = Path("/")) -> list[str]:
+    """What CUDA_VISIBLE_DEVICES can call the GPUs that the driver lists and that it allows already: numbers, or UUIDs."""
     nodes = [p for p in _listdir(root / "dev") if re.fullmatch(r"nvidia\d+", p)]
     # a container may show every GPU in /proc and only its own in /dev
     present = len(nodes) or len(_listdir(root / "proc/driver/nvidia/gpus"))
     allowed = env.get("CUDA_VISIBLE_DEVICES")
     if allowed is None or not present:
-        return present
-    count = 0
-    for entry in (e.strip() for e in allowed.split(",")):
-        # CUDA shows the devices before the first entry that names none; a UUID can't be checked here
-        index = re.fullmatch(r"\d+", entry)
-        if not (index or entry.startswith(("GPU-", "MIG-"))):
-            break
-        count += 1
-    return count
+        return [str(n) for n in range(present)]
+    # CUDA shows the devices before the first entry that names none; a UUID can't be checked here
+    names = (entry.strip() for entry in allowed.split(","))
+    return list(takewhile(lambda name: re.fullmatch(r"\d+|(GPU|MIG)-.*", name), names))
 
 
 def device_index(local_rank: int, visible: int) -> int:

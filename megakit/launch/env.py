@@ -47,8 +47,6 @@ def check_tensor_parallel(ranks: Ranks, tp: int, allow_across_nodes: bool = Fals
 def _by_name(env: Mapping[str, str]) -> Ranks:
     """RANK, WORLD_SIZE and their like, as torchrun or a person sets them."""
     torchrun = "TORCHELASTIC_RUN_ID" in env
-    if "RANK" not in env:
-        raise Refused(f"WORLD_SIZE = {env.get('WORLD_SIZE')} is set and RANK is not: set both, or neither")
     rank, world = integer(env, "RANK"), integer(env, "WORLD_SIZE")
     ranks = Ranks(
         rank=rank,

@@ -23,7 +23,7 @@ from typing import Any
 import megakit
 from megakit.checkpoint.manifest import folders
 from megakit.errors import Refused
-from megakit.launch.devices import visible_gpus
+from megakit.launch.devices import gpu_names
 from megakit.launch.verdict import tail
 from megakit.queue import process
 from megakit.queue.checks import MOST, whole
@@ -48,11 +48,10 @@ def find_devices(slots: int | None, env: Mapping[str, str]) -> list[str]:
     """What jobs are given of this machine: GPUs that CUDA shows, or `slots` shares of its CPU, under names for both."""
     if slots is not None:
         return [f"{_CPU}{n}" for n in range(slots)]
-    count = visible_gpus(env)
-    if not count:
+    names = gpu_names(env)
+    if not names:
         raise Refused("this machine shows no GPU: give --slots N to run N ranks at a time on its CPU")
-    allowed = env.get("CUDA_VISIBLE_DEVICES")
-    return [str(n) for n in range(count)] if allowed is None else [e.strip() for e in allowed.split(",")][:count]
+    return names
 
 
 def has_gpus(devices: list[str]) -> bool:

@@ -7,12 +7,11 @@ import sys
 from typing import Any
 
 from megakit.config.compose import compose
-from megakit.config.rules import planned_world, resolve, total_steps
+from megakit.config.rules import planned_world, total_steps
 from megakit.config.schema import Config
 from megakit.config.shrink import shrink
 from megakit.config.typed import to_yaml
 from megakit.errors import Refused
-from megakit.launch.run_folder import check_name
 from megakit.launch.start import local_world
 from megakit.planner.plan import make_plan
 
@@ -29,13 +28,13 @@ def make_job(
     has GPUs, rather than slots. Raises Refused where the recipe, or its grid on one machine, can't be.
     """
     cfg = compose(overrides, config_dir, config_file)
-    check_name(cfg.run.name)
     if cfg.run.dry_run:
         raise Refused("run.dry_run = true trains nothing: python -m megakit.pretrain shows the plan without the queue")
-    make_plan(cfg)
+    if cfg.run.shrink:
+        make_plan(cfg)  # a recipe that can't work isn't made to work by shrinking it
     run = shrink(cfg) if cfg.run.shrink else cfg
     ranks = _ranks(run, gpus, with_gpus)
-    make_plan(resolve(run, ranks))
+    make_plan(run, ranks)
     return {
         "name": cfg.run.name,
         "gpus": ranks,

@@ -167,7 +167,7 @@ def test_without_a_server(tmp_path: Path, capfd):
 
 
 def test_a_machine_without_gpus_needs_slots(tmp_path: Path, capfd, monkeypatch):
-    monkeypatch.setattr("megakit.queue.agent.visible_gpus", lambda env: 0)
+    monkeypatch.setattr("megakit.queue.agent.gpu_names", lambda env: [])
     assert main(["serve", "--folder", str(tmp_path / "q")]) == 2
     assert "this machine shows no GPU: give --slots N" in capfd.readouterr().err
 
