@@ -76,8 +76,7 @@ class Queue:
             raise Refused(
                 f"{needs}, the largest machine has {largest}: a job runs on one machine: make its grid smaller, or use Slurm"
             )
-        quotas = self._store.quotas()
-        quota = quotas.get(user, quotas.get(schedule.EVERYBODY))
+        quota = schedule.quota_of(user, self._store.quotas())
         if quota is not None and gpus > quota:
             raise Refused(f"{needs}, the quota of {user} is {quota}: make its grid smaller, or have the quota raised")
         given = columns["run_dir"]
@@ -130,12 +129,12 @@ class Queue:
         ]
 
     def _quotas(self, request: Mapping[str, Any], peer: Peer) -> list[dict[str, Any]]:
-        held: dict[str, int] = dict.fromkeys(self._store.quotas(), 0)
+        quotas = self._store.quotas()
+        held = dict.fromkeys(quotas, 0)
         for job in self._store.jobs(RUNNING):
             held[job.user] = held.get(job.user, 0) + job.gpus
-        quotas = self._store.quotas()
         return [
-            {"user": u, "quota": quotas.get(u, quotas.get(schedule.EVERYBODY)), "held": h if u != schedule.EVERYBODY else None}
+            {"user": u, "quota": schedule.quota_of(u, quotas), "held": h if u != schedule.EVERYBODY else None}
             for u, h in sorted(held.items())
         ]
 

@@ -74,7 +74,7 @@ def decide(
         held[r.user] += r.gpus
     out = Decision()
     for job in sorted(waiting, key=lambda j: (-j.priority, j.id)):
-        quota = quotas.get(job.user, quotas.get(EVERYBODY))
+        quota = quota_of(job.user, quotas)
         large = [p for p in places if p.gpus >= job.gpus]
         mine = [p for p in large if p.open_to(job)]
         if quota is not None and job.gpus > quota:
@@ -106,6 +106,11 @@ def decide(
             promised[job.user] += job.gpus
             out.reasons[job.id] = _reserve(mine, job)
     return out
+
+
+def quota_of(user: str, quotas: Mapping[str, int]) -> int | None:
+    """GPUs that the jobs of a user may hold: the user's own number before everybody's; None: no limit."""
+    return quotas.get(user, quotas.get(EVERYBODY))
 
 
 def counted(gpus: int) -> str:

@@ -52,6 +52,27 @@ print("done", flush=True)
 '''
 
 
+def submission(**changes: Any) -> dict[str, Any]:
+    """The request of a job."""
+    job = {
+        "name": "run",
+        "user": None,
+        "priority": 0,
+        "gpus": 1,
+        "config": "a: 1\n",
+        "python": "/usr/bin/python3",
+        "cwd": "/tmp",
+        "umask": 0o022,
+        "env": {},
+        "run_dir": None,
+        "checkpoints": None,
+        "steps": 10,
+        "grace_s": 30,
+        "max_restarts": 2,
+    }
+    return {"do": "submit", "job": {**job, **changes}}
+
+
 class Server:
     """`python -m megakit.queue serve`, looking at its jobs 20 times a second."""
 
@@ -91,23 +112,8 @@ class Server:
 
     def submit(self, plan: dict[str, Any] | None = None, **changes: Any) -> int:
         """A job that does what `plan` says."""
-        job = {
-            "name": "fake",
-            "user": None,
-            "priority": 0,
-            "gpus": 1,
-            "config": json.dumps(plan or {}),
-            "python": str(self.fake),
-            "cwd": str(self.work),
-            "umask": 0o022,
-            "env": {},
-            "run_dir": None,
-            "checkpoints": None,
-            "steps": 3,
-            "grace_s": 20,
-            "max_restarts": 0,
-        }
-        return self.ask(do="submit", job={**job, **changes})["id"]
+        own = {"name": "fake", "config": json.dumps(plan or {}), "python": str(self.fake), "cwd": str(self.work)}
+        return self.ask(**submission(**{**own, "steps": 3, "grace_s": 20, "max_restarts": 0, **changes}))["id"]
 
     def show(self, job: int) -> dict[str, Any]:
         return self.ask(do="show", id=job)

@@ -17,6 +17,7 @@ from megakit.queue import core
 from megakit.queue.core import Queue
 from megakit.queue.store import FILE, Job, Store
 from megakit.queue.wire import Peer
+from tests.queue.conftest import submission
 
 ME = Peer(os.geteuid(), "lab")
 ALICE = Peer(54321, "alice")
@@ -25,26 +26,6 @@ GOING = {"step": None, "loss": None, "checkpoint": None, "end": None}
 
 def ended(code: int | None, line: str = "", checkpoint: int | None = None) -> dict[str, Any]:
     return {**GOING, "checkpoint": checkpoint, "end": {"code": code, "line": line}}
-
-
-def request(**changes: Any) -> dict[str, Any]:
-    job = {
-        "name": "run",
-        "user": None,
-        "priority": 0,
-        "gpus": 1,
-        "config": "a: 1\n",
-        "python": "/usr/bin/python3",
-        "cwd": "/tmp",
-        "umask": 0o022,
-        "env": {},
-        "run_dir": None,
-        "checkpoints": None,
-        "steps": 10,
-        "grace_s": 30,
-        "max_restarts": 2,
-    }
-    return {"do": "submit", "job": {**job, **changes}}
 
 
 class Cluster:
@@ -65,7 +46,7 @@ class Cluster:
         return self.queue.handle(what, peer)
 
     def submit(self, peer: Peer = ME, **changes: Any) -> int:
-        return self.queue.handle(request(**changes), peer)["id"]
+        return self.queue.handle(submission(**changes), peer)["id"]
 
     def hear(self, machine: str, **attempts: Any) -> dict[str, Any]:
         """An exchange; attempts as _1_2={...} for the second attempt of job 1."""
@@ -404,7 +385,7 @@ def test_no_request_ends_the_server(cluster: Cluster):
         report = {"name": "m", "host": "h-m", "devices": ["cpu0", "cpu1"], "attempts": attempts}
         good = rng.choice(
             [
-                request(max_restarts=9),
+                submission(max_restarts=9),
                 {"do": "list", "all": True},
                 {"do": "show", "id": 1},
                 {"do": "cancel", "id": 1, "now": True},
