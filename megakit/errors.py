@@ -2,7 +2,7 @@
 
 import signal
 
-from megakit.redact import one_line
+from megakit.redact import printable, redact
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -23,7 +23,7 @@ class Stop(Exception):
     code = EXIT_FAILED
 
     def __str__(self) -> str:
-        return one_line(super().__str__())
+        return printable(redact(super().__str__()))
 
 
 class Refused(Stop):

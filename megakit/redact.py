@@ -23,6 +23,8 @@ _PLACES = re.compile(
 )
 """What tells a secret without knowing its value; each alternative has one group, the secret."""
 _KINDS = {"password": "a password in a URL", "user": "a token in a URL", "query": "a signature or token in a URL", "key": "a key"}
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""All but the ends of lines and tabs; marks that turn the direction of writing; halves of surrogate pairs."""
 _ASSIGNED = re.compile(r"""(?:\b(\w+)=|--([\w-]+)[=\s]\s*)(?=["']?([^\s"'$`;&|<>(){}-][^\s"'`;]{7,}))""")
 """NAME=VALUE or --name VALUE of a shell, the value as it is."""
 
@@ -39,10 +41,9 @@ def redact(text: str, env: Mapping[str, str] | None = None) -> str:
     return _PLACES.sub(lambda found: found[0].replace(found[str(found.lastgroup)], "***"), text)
 
 
-def one_line(text: str) -> str:
-    """`text` redacted, without what a terminal would act upon: names and words in files may be anybody's."""
-    text = redact(text)
-    return text if text.isprintable() else "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+def printable(text: str) -> str:
+    """`text` with escapes for what a terminal would act upon: names and texts in files may be anybody's."""
+    return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def secret_in(text: str, env: Mapping[str, str] | None = None) -> str | None:

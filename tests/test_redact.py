@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megakit.errors import Refused
-from megakit.redact import names_a_secret, one_line, redact, secret_in, secret_in_shell
+from megakit.redact import names_a_secret, printable, redact, secret_in, secret_in_shell
+from tools import generate
 
 ENV = {"WANDB_API_KEY": "0123456789abcdef0123", "TOKEN_FILE": "/home/me/token", "HOME": "/home/somebody", "PIN_TOKEN": "short"}
 
@@ -64,10 +65,18 @@ def test_lines_of_a_shell(line, found):
 
 def test_what_a_terminal_would_act_upon_is_shown():
     text = "a \x1b]0;owned\x07 \u202e\udc80 é\n\tb"
-    assert one_line(text) == "a \\x1b]0;owned\\x07 \\u202e\\udc80 é\n\tb"
-    assert str(Refused(text)) == one_line(text)
+    assert printable(text) == "a \\x1b]0;owned\\x07 \\u202e\\udc80 é\n\tb"
+    assert str(Refused(text)) == printable(text)
 
 
 def test_refusals_have_no_secrets(monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", ENV["WANDB_API_KEY"])
     assert str(Refused(f"x {ENV['WANDB_API_KEY']} https://a:b@c")) == "x *** https://a:***@c"
+
+
+def test_a_model_that_speaks_to_the_terminal(monkeypatch, capsys):
+    """Elsewhere its words are passed on as they are."""
+    for terminal, said in ((True, "a\\x1b[31m é\n"), (False, "a\x1b[31m é\n")):
+        monkeypatch.setattr("sys.stdout.isatty", lambda terminal=terminal: terminal)
+        generate._print("a\x1b[31m é\n")
+        assert capsys.readouterr().out == said

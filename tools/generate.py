@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from megakit.config.arguments import output_cut_off
 from megakit.errors import EXIT_DONE, Refused, Stop
+from megakit.redact import printable
 
 if TYPE_CHECKING:
     from megakit.inference.load import LanguageModel
@@ -138,7 +139,7 @@ def _write(
 
 
 def _print(text: str) -> None:
-    sys.stdout.write(text)
+    sys.stdout.write(printable(text) if sys.stdout.isatty() else text)  # the words may be anybody's
     sys.stdout.flush()
 
 

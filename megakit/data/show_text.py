@@ -12,6 +12,7 @@ from rich.markup import escape
 from megakit.config.terminal import columns_table, console
 from megakit.data.show import Place, Run, Sample, Text
 from megakit.data.source import Piece
+from megakit.redact import printable
 
 CHARACTERS = 80
 """Of a piece's text on a plain line."""
@@ -108,7 +109,7 @@ def _range(piece: Piece) -> str:
 
 def _said(text: Text, full: bool) -> str:
     """The text in one line; without a tokenizer the ids."""
-    said = " ".join(map(str, text.ids)) if text.text is None else text.text.replace("\n", "\\n")
+    said = " ".join(map(str, text.ids)) if text.text is None else printable(text.text).replace("\n", "\\n")
     if full:
         return said
     return said[: CHARACTERS - 3] + "..." if len(said) > CHARACTERS or not text.whole else said
