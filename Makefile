@@ -6,7 +6,7 @@ EXTRAS := demo,log,test,dev
 ENGINE ?= docker
 IMAGE ?= megakit
 
-.PHONY: setup demo test test-slow test-slurm test-image kernels image image-lock lint clean
+.PHONY: setup demo test test-slow test-slurm test-monitoring test-image kernels image image-lock lint clean
 
 setup: .venv/.installed
 
@@ -34,6 +34,11 @@ test-slow: setup .venv/.smollm2
 test-slurm: setup
 	command -v slurmctld >/dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends slurm-wlm munge iproute2; }
 	$(BIN)/python -m pytest -m slurm tests/slurm
+
+# A Prometheus on this machine that scrapes runs; as root on Debian it is installed first.
+test-monitoring: setup
+	command -v promtool amtool >/dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends prometheus prometheus-alertmanager; }
+	$(BIN)/python -m pytest -m monitoring tests/monitoring
 
 kernels: setup
 	$(BIN)/python -m megakit.ops.build

@@ -85,16 +85,18 @@ class Measures:
 
     def __init__(self, run: str, info: dict[str, str]):
         self._run, self._info = run, info
-        self._lock, self._values = threading.Lock(), dict[tuple[str, str], float]()
+        self.together = threading.RLock()
+        """Held while several change that a scrape is to see together."""
+        self._values: dict[tuple[str, str], float] = {}
 
     def set(self, name: str, value: float, label: str = "") -> None:
         """`name` is one of SERIES, `label` the value of its label."""
-        with self._lock:
+        with self.together:
             self._values[name, label] = value
 
     def add(self, name: str, value: float, label: str = "") -> None:
         """To a counter; 0 shows it."""
-        with self._lock:
+        with self.together:
             self._values[name, label] = self._values.get((name, label), 0.0) + value
 
     def collect(self) -> Iterator[Metric]:
@@ -102,7 +104,7 @@ class Measures:
         info = GaugeMetricFamily("megakit_run_info", "Always 1; its labels say what runs.", labels=["run", *self._info])
         info.add_metric([self._run, *self._info.values()], 1.0)
         families: dict[str, Any] = {"megakit_run_info": info}
-        with self._lock:
+        with self.together:
             values = list(self._values.items())
         for (name, label), value in values:
             series = SERIES[name]
@@ -149,17 +151,18 @@ class Prometheus:
                 warn(f"log.prometheus_targets: Prometheus is not told of this run: {error_line(error)}")
 
     def record(self, record: Record) -> None:
-        if isinstance(record, EvalRecord):
-            self._read(EVALUATION, record)
-            self._measures.add("megakit_time_seconds_total", record.eval_time_s, "evaluation")
-            return
-        self._read(STEP, record)
         measures = self._measures
-        measures.set("megakit_last_step_timestamp_seconds", time.time())
-        measures.add("megakit_steps_total", 1)
-        measures.add("megakit_skipped_steps_total", record.skipped)
-        measures.add("megakit_time_seconds_total", record.step_time_s, "step")
-        measures.add("megakit_time_seconds_total", record.data_wait_s, "data_wait")
+        with measures.together:
+            if isinstance(record, EvalRecord):
+                self._read(EVALUATION, record)
+                measures.add("megakit_time_seconds_total", record.eval_time_s, "evaluation")
+                return
+            self._read(STEP, record)
+            measures.set("megakit_last_step_timestamp_seconds", time.time())
+            measures.add("megakit_steps_total", 1)
+            measures.add("megakit_skipped_steps_total", record.skipped)
+            measures.add("megakit_time_seconds_total", record.step_time_s, "step")
+            measures.add("megakit_time_seconds_total", record.data_wait_s, "data_wait")
 
     def event(self, kind: str, fields: dict[str, Any]) -> None:
         """A line of events.jsonl."""

@@ -83,6 +83,7 @@ def submit(cfg: Config, text: str) -> Iterator[str]:
 
 def _pod(cfg: Config, job: Resources, words: Sequence[str]) -> dict[str, Any]:
     kubernetes = cfg.submit.kubernetes
+    port = cfg.log.prometheus_port if cfg.log.prometheus else 0
     cpus = cfg.launch.slurm.cpus_per_task * job.ranks_per_node
     limits: dict[str, Any] = {"nvidia.com/gpu": job.ranks_per_node} if job.gpus else {}
     torchrun = [
@@ -103,6 +104,7 @@ def _pod(cfg: Config, job: Resources, words: Sequence[str]) -> dict[str, Any]:
                 "workingDir": kubernetes.mount,
                 "command": ["bash", "-c", _literal("\n".join(lines))],
                 "env": [{"name": k, "value": _literal(v)} for k, v in sorted((cfg.cluster.env or {}).items())],
+                **({"ports": [{"name": "metrics", "containerPort": port}]} if port else {}),
                 "resources": {"requests": {"cpu": cpus, **limits}, "limits": limits},
                 "volumeMounts": [
                     {"name": "work", "mountPath": kubernetes.mount},

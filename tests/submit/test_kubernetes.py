@@ -47,7 +47,7 @@ def fits(value: object, schema: object) -> bool:
 @pytest.mark.parametrize("name", ["llama7b", "llama70b"])
 def test_it_fits_the_schemas(name):
     validate = pytest.importorskip("kubernetes_validate", reason="pip install 'megakit[test]'")
-    got = made("submit.kubernetes.namespace=team", "cluster.env={A: 'x y'}", name=name)
+    got = made("submit.kubernetes.namespace=team", "cluster.env={A: 'x y'}", "log.prometheus=true", name=name)
     assert fits(got, JOBSET) and not fits({**got, "spec": {**got["spec"], "other": 1}}, JOBSET)
     job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": name}}
     job["spec"] = got["spec"]["replicatedJobs"][0]["template"]["spec"]
@@ -132,6 +132,19 @@ def test_what_cannot_be_a_jobset(overrides, words):
     with pytest.raises(Refused) as refused:
         made(*overrides)
     assert all(word in str(refused.value) for word in words)
+
+
+@pytest.mark.parametrize(
+    "keys, ports",
+    [
+        ([], None),
+        (["log.prometheus=true", "log.prometheus_port=9000"], [{"name": "metrics", "containerPort": 9000}]),
+        (["log.prometheus=true", "log.prometheus_port=0"], None),  # chosen at the start: nothing to declare
+    ],
+)
+def test_prometheus_finds_the_port_by_its_name(keys, ports):
+    pod = made(*keys)["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    assert pod["containers"][0].get("ports") == ports
 
 
 def test_it_is_plain_data():
