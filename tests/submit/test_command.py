@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from megakit.config.compose import compose
 from megakit.config.job_rules import time_limit_s
@@ -70,6 +71,20 @@ def test_what_is_refused_before_sbatch_and_what_sbatch_refuses(submit, tmp_path,
     assert got == code and out == "" and all(word in err.splitlines()[-1] for word in words)
     assert not list((tmp_path / "jobs").iterdir())
     assert code == 1 or sbatch is None or err.count("\n") == 1
+
+
+def test_a_jobset_goes_to_kubectl_as_it_is_printed(submit, tmp_path):
+    words = ["submit.target=kubernetes", "submit.kubernetes.claim=work", "submit.container.image=i"]
+    assert submit(*words, sbatch=None)[2].splitlines()[-1].startswith("megakit: refused: kubectl is not on the PATH")
+    (tmp_path / "bin/kubectl").write_text(
+        '#!/bin/bash\ncat > $OUT/manifest; echo "$@" > $OUT/options; echo created; exit $FAILS\n'
+    )
+    (tmp_path / "bin/kubectl").chmod(0o755)
+    code, out, _ = submit(*words)
+    assert (code, out) == (0, "created; logs: kubectl logs -f -l jobset.sigs.k8s.io/jobset-name=llama7b\n")
+    assert (tmp_path / "options").read_text() == "apply -f -\n"
+    printed = yaml.safe_load(submit(*words, "submit.render_only=true")[1])
+    assert yaml.safe_load((tmp_path / "manifest").read_text()) == printed and printed["kind"] == "JobSet"
 
 
 def test_a_chain_is_as_long_as_the_plan_needs(submit, tmp_path):
