@@ -65,7 +65,7 @@ def join(folder: Path, name: str, devices: list[str], server: Path) -> None:
     say(f"machine {name}, {len(devices)} jobs at most, for the server at {server}; Ctrl-C ends the agent, not the jobs")
     trouble = ""
     while not stop.asked:
-        trouble = tick(agent, lambda report: wire.ask(server, {"do": "exchange", "report": report}), trouble)
+        trouble = tick(agent, lambda report: wire.ask(server, {"do": "exchange", "report": report}, obeyed=True), trouble)
         time.sleep(TICK_S)
     os.close(lock)
 

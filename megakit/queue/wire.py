@@ -34,12 +34,17 @@ class Peer(NamedTuple):
         return self.uid in (0, os.geteuid())
 
 
-def ask(path: Path, request: dict[str, Any]) -> Any:
-    """The server's answer. Raises Refused with its reason, or where none answers."""
+def ask(path: Path, request: dict[str, Any], obeyed: bool = False) -> Any:
+    """The server's answer. Raises Refused with its reason, or where none answers.
+
+    `obeyed`: the answer says what to run, and is taken only from this account, as which ssh serves a socket, too, and root.
+    """
     with socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(ANSWER_S)
         try:
             sock.connect(os.fspath(path))
+            if obeyed and not (server := _peer(sock)).is_owner:
+                raise Refused(f"{path} is served by {server.account}, whose jobs would run as you: use a socket of your own")
             sock.sendall(json.dumps(request).encode() + b"\n")
             line = _line(sock, time.monotonic() + ANSWER_S, ANSWER_LIMIT)
         except (OSError, ValueError) as error:
@@ -78,11 +83,10 @@ def receive(conn: socket.socket) -> tuple[dict[str, Any], Peer]:
     """A request and who sent it. Raises OSError, ValueError or RecursionError where it is none, is too long or takes
     too long.
     """
-    _, uid, _ = struct.unpack("3i", conn.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     request = json.loads(_line(conn, time.monotonic() + TIMEOUT_S, REQUEST_LIMIT))
     if not isinstance(request, dict):
         raise ValueError("not an object")
-    return request, Peer(uid, account_name(uid))
+    return request, _peer(conn)
 
 
 def answer(conn: socket.socket, **what: Any) -> None:
@@ -97,6 +101,12 @@ def account_name(uid: int) -> str:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
         return str(uid)
+
+
+def _peer(sock: socket.socket) -> Peer:
+    """Who is at the other end."""
+    _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return Peer(uid, account_name(uid))
 
 
 def _line(sock: socket.socket, deadline: float, limit: int) -> bytes:

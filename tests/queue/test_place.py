@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from megakit.errors import Refused
+from megakit.queue import wire
 from megakit.queue.server import claim
 
 
@@ -49,3 +52,26 @@ def test_a_link_to_a_safe_place(tmp_path: Path):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
     os.close(claim(tmp_path / "link" / "q", -1))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another account")
+def test_an_agent_obeys_its_own_account_only():
+    """What it hears is what it runs: from another account's socket that would run their jobs as its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chown(folder, 1, 1)
+        path, (ready, tell) = Path(folder) / "socket", os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(20)  # it doesn't outlive a test that fails
+            os.setuid(1)
+            with wire.listen(path, 0o666, -1) as sock:
+                os.write(tell, b"x")
+                for _ in range(2):
+                    sock.accept()[0].close()
+            os._exit(0)
+        os.read(ready, 1)
+        with pytest.raises(Refused, match="is served by daemon, whose jobs would run as you"):
+            wire.ask(path, {"do": "exchange"}, obeyed=True)
+        with pytest.raises(wire.NoServer):  # what is only told something may be another's
+            wire.ask(path, {"do": "list"})
+        assert os.waitpid(pid, 0)[1] == 0
