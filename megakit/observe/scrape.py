@@ -8,18 +8,20 @@ import os
 import socket
 import socketserver
 import threading
-from http.server import ThreadingHTTPServer
+from http.server import HTTPServer
 from pathlib import Path
 from urllib.parse import urlparse
 
 from prometheus_client import CollectorRegistry, MetricsHandler
 
+CLIENT_S = 2.0
+"""For a client to say what it wants."""
 _ANY = ("0.0.0.0", "::")  # noqa: S104 - what is asked for is compared with them
 """All addresses of this host."""
 
 
 class MetricsServer:
-    """Answers /metrics, and `path` besides, in threads of its own. Raises RuntimeError where it can't listen.
+    """Answers /metrics, and `path` besides, in a thread of its own. Raises RuntimeError where it can't listen.
 
     The second path is the run's alone: where another run has the port by now, a scrape of it fails, and does not take the
     other's metrics for this one's.
@@ -29,7 +31,7 @@ class MetricsServer:
         paths = ("/metrics", path)
 
         class Handler(MetricsHandler.factory(registry)):  # type: ignore[misc]
-            timeout = 10.0  # for a client that connects and says nothing
+            timeout = CLIENT_S
 
             def do_GET(self) -> None:
                 if urlparse(self.path).path in paths:
@@ -55,7 +57,9 @@ class MetricsServer:
         self._server.server_close()
 
 
-class _Server(ThreadingHTTPServer):
+class _Server(HTTPServer):
+    """One request after the other: whatever asks, it takes one thread of the rank."""
+
     def server_bind(self) -> None:
         socketserver.TCPServer.server_bind(self)  # HTTPServer's looks up the host's name, which may take 10 s
 

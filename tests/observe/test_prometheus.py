@@ -6,6 +6,7 @@ import json
 import math
 import socket
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -18,6 +19,7 @@ from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 
 from megakit.config.compose import compose
+from megakit.observe import scrape as scrape_module
 from megakit.observe.prometheus import ACTIVITIES, EVENTS, SERIES, Prometheus
 from megakit.observe.writer import MetricsWriter
 from tests.observe.test_writer import evaluation, open_writer, records, step
@@ -163,6 +165,16 @@ def test_a_path_of_another_run_is_not_found(tmp_path, keys):
     assert get(entry, "/metrics") == get(entry)
     with pytest.raises(urllib.error.HTTPError, match="404"):
         get(entry, "/other-0123abcd/metrics")
+    sink.close(True)
+
+
+def test_a_client_that_says_nothing_holds_up_the_next_for_a_moment_only(tmp_path, keys, monkeypatch):
+    monkeypatch.setattr(scrape_module, "CLIENT_S", 0.2)
+    sink = exporter(keys, tmp_path)
+    entry, threads = target(tmp_path), threading.active_count()
+    host, port = entry["targets"][0].split(":")
+    with closing(socket.create_connection((host, int(port)))), closing(socket.create_connection((host, int(port)))):
+        assert "megakit_step" in get(entry) and threading.active_count() == threads
     sink.close(True)
 
 
