@@ -37,7 +37,7 @@ test-slurm: setup
 
 # A Prometheus on this machine that scrapes runs; as root on Debian it is installed first.
 test-monitoring: setup
-	command -v promtool amtool >/dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends prometheus prometheus-alertmanager; }
+	{ command -v promtool && command -v amtool; } >/dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends prometheus prometheus-alertmanager; }
 	$(BIN)/python -m pytest -m monitoring tests/monitoring
 
 kernels: setup
