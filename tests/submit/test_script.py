@@ -119,15 +119,27 @@ def test_what_scancel_sends_lets_the_ranks_save_and_does_not_queue_the_job_again
 @pytest.mark.parametrize(
     ("announced", "at_term", "again"),
     [
-        ("JobState=RUNNING EndTime=500 Deadline=N/A", "JobState=COMPLETING EndTime=300 Deadline=N/A", False),  # scancel
-        ("JobState=RUNNING EndTime=500 Deadline=N/A", "JobState=COMPLETING Reason=TimeLimit EndTime=524 Deadline=N/A", True),
         (
-            "JobState=RUNNING EndTime=500 Deadline=N/A",
-            "JobState=COMPLETING EndTime=900 Deadline=N/A",
+            "JobState=RUNNING Reason=None EndTime=500 Deadline=N/A",
+            "JobState=COMPLETING Reason=None EndTime=300 Deadline=N/A",
+            False,
+        ),  # scancel
+        (
+            "JobState=RUNNING Reason=None EndTime=500 Deadline=N/A",
+            "JobState=COMPLETING Reason=TimeLimit EndTime=524 Deadline=N/A",
+            True,
+        ),
+        (
+            "JobState=RUNNING Reason=None EndTime=500 Deadline=N/A",
+            "JobState=COMPLETING Reason=None EndTime=900 Deadline=N/A",
             True,
         ),  # preempted, and queued
-        ("JobState=RUNNING EndTime=Unknown Deadline=N/A", "JobState=COMPLETING EndTime=300 Deadline=N/A", True),
-        ("JobState=RUNNING EndTime=500 Deadline=N/A", "", True),  # slurmctld does not answer
+        (
+            "JobState=RUNNING Reason=None EndTime=Unknown Deadline=N/A",
+            "JobState=COMPLETING Reason=None EndTime=300 Deadline=N/A",
+            True,
+        ),
+        ("JobState=RUNNING Reason=None EndTime=500 Deadline=N/A", "", True),  # slurmctld does not answer
     ],
 )
 def test_scancel_after_the_warning_is_known_by_an_end_that_comes_early(tmp_path, announced, at_term, again):
@@ -141,6 +153,17 @@ def test_scancel_after_the_warning_is_known_by_an_end_that_comes_early(tmp_path,
     bench.proc.send_signal(signal.SIGTERM)
     assert bench.end() == (75, "requeue 42\n" if again else "")
     assert ("cancelled" in bench.out) != again
+
+
+def test_scancel_right_after_the_warning_is_known_by_the_end_that_was_planned_at_the_start(tmp_path):
+    """The script asks when the job ends after it has: what it hears then is no announcement."""
+    (tmp_path / "shown").write_text("JobId=42 JobState=RUNNING Reason=None EndTime=500 Deadline=N/A\n")
+    bench = Bench(tmp_path, script(), STOPS)
+    bench.wait_for("up")
+    bench.show("JobId=42 JobState=COMPLETING Reason=None EndTime=300 Deadline=N/A\n")
+    bench.proc.send_signal(signal.SIGUSR1)
+    bench.proc.send_signal(signal.SIGTERM)
+    assert bench.end() == (75, "") and "cancelled" in bench.out
 
 
 def test_a_signal_that_finds_no_python_yet_is_no_failure(tmp_path):
