@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "munged", "ip", "unshare")
-CONTROL, NETWORK = "mkslurm-ctl", "10.78.0"
+NETWORK = "10.78.0"
 SLURM_CONF = """ClusterName=mk
 SlurmctldHost=ctl({network}.1)
 SlurmUser=root
@@ -71,6 +71,8 @@ class Cluster:
 
     def __init__(self, folder: Path, nodes: int):
         self.folder, self.nodes = folder, nodes
+        self.control = f"mkslurm{os.getpid()}-ctl"
+        """Namespace of the controller and of the login node; of another run of the tests it is another."""
         self.daemons: dict[str, subprocess.Popen] = {}
         self.env = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
 
@@ -87,7 +89,7 @@ class Cluster:
         (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n")
         self._munge()
         self._network()
-        self._daemon(CONTROL, "ctl", "slurmctld", "-D", "-c")
+        self._daemon(self.control, "ctl", "slurmctld", "-D", "-c")
         for i in self._numbers():
             self.start_node(i)
         self.until(lambda: self.run("sinfo", "-h", "-p", "low", "-t", "idle", "-o", "%D") == str(self.nodes), 60, "idle nodes")
@@ -104,18 +106,18 @@ class Cluster:
             daemon.wait(20)
 
     def start_node(self, number: int) -> None:
-        self._daemon(_namespace(number), f"node{number}", "slurmd", "-D", "-N", f"node{number}")
+        self._daemon(self._namespace(number), f"node{number}", "slurmd", "-D", "-N", f"node{number}")
 
     def kill_node(self, number: int) -> None:
         """As if its power failed: slurmd, steps and ranks are gone without a word."""
-        self._kill_all(_namespace(number))
-        self.daemons[_namespace(number)].wait(20)
+        self._kill_all(self._namespace(number))
+        self.daemons[self._namespace(number)].wait(20)
 
     def run(self, *words: str, cwd: Path | None = None, env: dict[str, str] | None = None) -> str:
         """A command on the login node; what it printed."""
         full = {**self.env, **(env or {})}
         done = subprocess.run(
-            ["ip", "netns", "exec", CONTROL, *words], cwd=cwd, env=full, capture_output=True, text=True, timeout=120
+            ["ip", "netns", "exec", self.control, *words], cwd=cwd, env=full, capture_output=True, text=True, timeout=120
         )
         assert done.returncode == 0, f"{words}: {done.stderr}"
         return done.stdout.strip()
@@ -139,8 +141,11 @@ class Cluster:
     def _numbers(self) -> range:
         return range(1, self.nodes + 1)
 
+    def _namespace(self, number: int) -> str:
+        return self.control.replace("ctl", f"n{number}")
+
     def _namespaces(self) -> list[str]:
-        return [CONTROL, *(_namespace(i) for i in self._numbers())]
+        return [self.control, *(self._namespace(i) for i in self._numbers())]
 
     def _munge(self) -> None:
         if Path("/run/munge/munge.socket.2").exists() and subprocess.run(["munge", "-n"], capture_output=True).returncode == 0:
@@ -165,13 +170,13 @@ class Cluster:
                 (etc / name).write_text(text)
             _ip("netns", "add", namespace)
             _ip("-n", namespace, "link", "set", "lo", "up")
-        _ip("-n", CONTROL, "link", "add", "br0", "type", "bridge")
-        _ip("-n", CONTROL, "addr", "add", f"{NETWORK}.1/24", "dev", "br0")
-        _ip("-n", CONTROL, "link", "set", "br0", "up")
+        _ip("-n", self.control, "link", "add", "br0", "type", "bridge")
+        _ip("-n", self.control, "addr", "add", f"{NETWORK}.1/24", "dev", "br0")
+        _ip("-n", self.control, "link", "set", "br0", "up")
         for i in self._numbers():
-            node = _namespace(i)
-            _ip("link", "add", "eth0", "netns", node, "type", "veth", "peer", "name", f"p{i}", "netns", CONTROL)
-            _ip("-n", CONTROL, "link", "set", f"p{i}", "master", "br0", "up")
+            node = self._namespace(i)
+            _ip("link", "add", "eth0", "netns", node, "type", "veth", "peer", "name", f"p{i}", "netns", self.control)
+            _ip("-n", self.control, "link", "set", f"p{i}", "master", "br0", "up")
             _ip("-n", node, "addr", "add", f"{NETWORK}.1{i}/24", "dev", "eth0")
             _ip("-n", node, "link", "set", "eth0", "up")
 
@@ -190,10 +195,6 @@ class Cluster:
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
-
-
-def _namespace(number: int) -> str:
-    return f"mkslurm-n{number}"
 
 
 def _ip(*words: str) -> None:
