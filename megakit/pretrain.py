@@ -22,6 +22,13 @@ HELP = Help(
 
 def run(args: Arguments) -> int:
     """Everything but --help and the reporting of refusals; returns the exit code."""
+    from megakit.launch.refusal import of_all_ranks
+
+    with of_all_ranks(os.environ):
+        return _run(args)
+
+
+def _run(args: Arguments) -> int:
     from megakit.config.compose import compose
     from megakit.config.shrink import shrink
     from megakit.planner.plan import make_plan

@@ -9,6 +9,18 @@ from megakit.config.schema import Config, KubernetesConfig, SlurmConfig, SubmitC
 from megakit.errors import Refused
 
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
+_GRID = "cluster.nodes, cluster.gpus_per_node and the recipe's grid"
+_HAVE_KEYS = {
+    **dict.fromkeys(("nodes", "ntasks", "ntasks-per-node", "gpus-per-node"), _GRID),
+    **{name: f"launch.slurm.{name}" for name in ("partition", "account", "qos", "constraint")},
+    **dict.fromkeys(("requeue", "no-requeue"), "launch.slurm.requeue"),
+    "cpus-per-task": "launch.slurm.cpus_per_task",
+    "time": "launch.slurm.time_limit",
+    "signal": "launch.slurm.signal_lead_s",
+    "array": "submit.sweep and submit.sweep_parallel",
+    "job-name": "run.name",
+}
+"""Options of sbatch that the script sets from a key: a second one would win."""
 UNLIMITED = ("UNLIMITED", "INFINITE")
 
 
@@ -58,6 +70,8 @@ def _check_slurm(slurm: SlurmConfig) -> None:
                 + (", joined by & or |" if signs else "")
             )
     for option in slurm.extra:
+        if (key := _HAVE_KEYS.get(option.partition("=")[0].removeprefix("--"))) is not None:
+            raise Refused(f"launch.slurm.extra has {show(option)}, which the job script has already: use {key}")
         if not re.fullmatch(r"--[a-z][a-z0-9-]*(=[^\n\"'`$\\]*)?", option):
             raise Refused(
                 f"launch.slurm.extra has {show(option)}: write each option as --name=value, without quotes, in one line"

@@ -15,6 +15,8 @@ def ranks_from_env(env: Mapping[str, str]) -> Ranks | None:
     Raises Refused where variables are missing, malformed, or contradict each other.
     """
     mpi, step = mpi_env.found(env), slurm_env.in_step(env)
+    if mpi and step:
+        _check_who_started(env)
     if "TORCHELASTIC_RUN_ID" in env or "RANK" in env:
         ranks = _by_name(env)
         if mpi:
@@ -70,6 +72,21 @@ def _by_name(env: Mapping[str, str]) -> Ranks:
 def _torchrun_id(env: Mapping[str, str]) -> str | None:
     run_id = env["TORCHELASTIC_RUN_ID"]
     return env.get("SLURM_JOB_ID") or (None if run_id in ("", "none") else run_id)
+
+
+def _check_who_started(env: Mapping[str, str]) -> None:
+    """A mpirun in a job has one daemon per node, a task of srun, and all that it has started besides are children of mpirun.
+
+    Where a node has more tasks, or all of mpirun's world is one rank, mpirun's variables are those of a shell that the job was
+    submitted from, and would make every task of srun the same rank.
+    """
+    said = mpi_env.place(env)
+    rank, world = integer(env, "SLURM_PROCID"), slurm_env.tasks(env)
+    if (said.rank, said.size) != (rank, world) and (said.size == 1 < world or max(slurm_env.ranks_per_node(env)) > 1):
+        raise Refused(
+            f"{said.rank_name} = {said.rank} of {said.size_name} = {said.size} and SLURM_PROCID = {rank} of SLURM_NTASKS ="
+            f" {world} disagree: unset what mpirun has set where srun or submit is called from"
+        )
 
 
 def _agree(ranks: Ranks, env: Mapping[str, str], place: Place) -> None:

@@ -60,8 +60,17 @@ def check(ranks: Ranks) -> None:
         raise Refused(f"rank {ranks.rank} is not in a world of {ranks.world}: ranks are 0 to {ranks.world - 1}")
     if not 0 <= ranks.local_rank < ranks.local_world:
         raise Refused(f"local rank {ranks.local_rank} is not among the {ranks.local_world} ranks of this machine")
+    if ranks.launcher in ("slurm", "mpi") and ranks.world > ranks.local_world and _is_loopback(ranks.master_addr or ""):
+        raise Refused(
+            f"MASTER_ADDR = {ranks.master_addr} is each machine itself, and only {ranks.local_world} of {ranks.world} ranks are"
+            " on this one: unset it where the job was submitted, or give the host of rank 0"
+        )
     if ranks.local_world > ranks.world:
         raise Refused(f"{ranks.local_world} ranks on this machine and a world of {ranks.world} disagree")
+
+
+def _is_loopback(addr: str) -> bool:
+    return addr in ("localhost", "::1") or addr.startswith(("127.", "localhost."))
 
 
 def integer(env: Mapping[str, str], name: str, default: int | None = None) -> int:

@@ -20,13 +20,13 @@ from megakit.launch import cluster_env, local, rank_map
 from megakit.launch.devices import visible_gpus, wants_cuda
 from megakit.launch.env import check_tensor_parallel, ranks_from_env
 from megakit.launch.ranks import Ranks, restart_count
+from megakit.launch.refusal import STOP_S
 from megakit.launch.worker import Report, end_with_parent, load_target, report_error
 from megakit.parallel.grid import Grid
 
 JOB = "megakit.train.job:run"
 AGREED = (EXIT_ASKED_TO_STOP, EXIT_NOT_FINITE)
 """Ends that all ranks come to together."""
-STOP_S = 1.0
 CAUSE_FIRST_S = 2.0
 """A rank that another's failure brought down ends so much later: torchrun and srun then see the cause first, and end all."""
 _GPUS_PER_NODE = 8
@@ -98,6 +98,8 @@ def local_world(cfg: Config, gpus: int, argv: Sequence[str] = ()) -> int:
 
 def _run_here(cfg: Config, ranks: Ranks, target: str) -> int:
     """Call the target in this process, and tell how it failed."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # until here it was of_all_ranks'
     if ranks.launcher == "torchrun":
         end_with_parent(signal.SIGTERM)  # torchrun, when killed or sent SIGUSR1, leaves its ranks behind: save and stop
     try:

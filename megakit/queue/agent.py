@@ -40,8 +40,10 @@ _METRICS_TAIL = 1 << 14
 _TITLE = "--- attempt"
 """How the line begins that stands before an attempt's output."""
 _START_RUNNER = "import sys; sys.path.insert(0, sys.argv[1]); from megakit.queue.runner import main; main()"
-_NOT_THE_JOBS = re.compile(r"RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE)_\w+|MASTER_\w+|TORCHELASTIC_\w+|SLURM_\w+|MEGAKIT_RESTART_COUNT")
-"""Variables that would make ranks of the jobs of an agent that was itself started by srun or torchrun."""
+_NOT_THE_JOBS = re.compile(
+    r"RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE|MASTER|TORCHELASTIC|SLURM|OMPI|PMI|PMIX)_\w+|MPI_LOCALN?RANK\w+|MEGAKIT_RESTART_COUNT"
+)
+"""Variables that would make ranks of the jobs of an agent that was itself started by srun, mpirun or torchrun."""
 
 
 def find_devices(slots: int | None, env: Mapping[str, str]) -> list[str]:

@@ -218,9 +218,9 @@ class Queue:
 
     def _decide(self) -> None:
         """Start and stop what the schedule says."""
-        jobs, now, machines = self._store.active(), time.time(), self._store.machines()
+        jobs, machines = self._store.active(), self._store.machines()
         running = [j for j in jobs if j.state == RUNNING]
-        ready = [j for j in jobs if j.state == QUEUED and j.not_before <= now]
+        ready = [j for j in jobs if j.state == QUEUED and _pause_s(j) <= 0]
         decision = schedule.decide(
             [schedule.Waiting(j.id, j.user, j.priority, j.gpus, self._claims.get(j.id)) for j in ready],
             [
@@ -294,11 +294,17 @@ class Queue:
         shown = {k: v for k, v in job.__dict__.items() if k not in ("config", "env", "python", "umask")}
         why = job.note
         if job.state == QUEUED:
-            left = job.not_before - time.time()
+            left = _pause_s(job)
             why = f"starts again in {left:.0f} s: {job.note}" if left > 0 else self._reasons.get(job.id, "will be looked at next")
         elif job.state == RUNNING and not self._is_up(job.machine or ""):
             why = f"the agent of {job.machine} has not been heard of for {SILENT_S:g} s"
         return {**shown, "why": why, "log": os.path.join(job.run_dir, LOG)}
+
+
+def _pause_s(job: Job) -> float:
+    """Until it may start again. No pause is longer than the longest: then the clock was set back."""
+    left = job.not_before - time.time()
+    return left if left <= MAX_RESTART_DELAY_S else 0.0
 
 
 def _kind(machine: MachineRow) -> str:

@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from megakit.config.arguments import Arguments, Help, command
-from megakit.errors import EXIT_DONE
+from megakit.errors import EXIT_DONE, Refused
 
 if TYPE_CHECKING:
     from megakit.config.schema import Config
@@ -26,7 +26,17 @@ def run(args: Arguments) -> int:
     """Everything but --help and the reporting of refusals; returns the exit code."""
     from megakit.config.compose import compose
 
-    return submit(compose(args.overrides, args.config_dir, args.config_file), args)
+    cfg = compose(args.overrides, args.config_dir, args.config_file)
+    _check_whole_run(cfg)
+    return submit(cfg, args)
+
+
+def _check_whole_run(cfg: Config) -> None:
+    for name, does in (("dry_run", "shows the plan"), ("shrink", "trains it in small")):
+        if getattr(cfg.run, name):
+            raise Refused(
+                f"run.{name} = true needs no cluster: python -m megakit.pretrain {does} here; leave it out to submit the run"
+            )
 
 
 def submit(cfg: Config, args: Arguments) -> int:

@@ -123,8 +123,9 @@ def _options(cfg: Config, job: Resources, sweep: list[Task]) -> list[tuple[str, 
 
 
 def log_name(cfg: Config) -> str:
-    """Of the job's log in the folder of submission, with Slurm's signs for the job's id."""
-    return "%x-%A_%a.log" if cfg.submit.sweep else "%x-%j.log"
+    """Of the job's log, seen from the folder of submission, with Slurm's signs for the job's id."""
+    given = [option.partition("=")[2] for option in cfg.launch.slurm.extra if option.startswith("--output=")]
+    return given[-1] if given else "%x-%A_%a.log" if cfg.submit.sweep else "%x-%j.log"
 
 
 def _run_dir(cfg: Config, sweep: list[Task], first_job: str | None) -> str:

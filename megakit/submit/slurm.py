@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 
 from megakit.config.schema import Config
 from megakit.errors import Refused
+from megakit.redact import printable
 from megakit.submit.script import SubmissionFailed, log_name, render
 
 TIMEOUT_S = 120.0
@@ -26,7 +28,10 @@ def submit(cfg: Config, words: Sequence[str], script: str, links: int = 1) -> It
     job, later = first, render(cfg, words, first_job=first) if links > 1 else ""
     for number in range(2, links + 1):
         # afterany: whatever the one before ended with; a run that is over ends the rest at once
-        job = _sbatch(later, f"--dependency=afterany:{job}")
+        try:
+            job = _sbatch(later, f"--dependency=afterany:{job}")
+        except SubmissionFailed as why:
+            raise SubmissionFailed(f"{why}; of the chain's {links} jobs {number - 1} are submitted, {first} first") from None
         yield f"submitted job {job}, {number} of {links}, behind it, log {_log(cfg, job)}"
 
 
@@ -39,6 +44,8 @@ def _sbatch(script: str, *options: str) -> str:
     if done.returncode != 0:
         said = " ".join((done.stderr or done.stdout).replace("sbatch: error:", "").split()) or f"exit code {done.returncode}"
         raise SubmissionFailed(f"sbatch: {said}")
+    for line in done.stderr.splitlines():  # its warnings
+        print(printable(line), file=sys.stderr)
     # --parsable: JOB or JOB;CLUSTER, behind whatever a site's filters print
     found = re.fullmatch(r"(\d+)(;\S+)?", done.stdout.strip().splitlines()[-1] if done.stdout.strip() else "")
     if not found:

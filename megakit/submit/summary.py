@@ -62,7 +62,7 @@ def summary(cfg: Config, plan: Plan, links: int) -> list[str]:
     times = f"{count} tasks of " if count else ""
     on_slurm = cfg.submit.target == "slurm"
     lines = [
-        f"megakit: {cfg.run.name}: {times}{plan.steps:,} steps, {plan.model_parameters / 1e6:,.0f} M parameters,"
+        f"megakit: {cfg.run.name}: {times}{plan.steps:,} steps, {_parameters(plan.model_parameters)} parameters,"
         f" {Grid(**plan.grid)}, {job.nodes} x {job.ranks_per_node} {what}s{time}"
         + (f" of {cfg.launch.slurm.time_limit}" if on_slurm else "")
     ]
@@ -88,6 +88,10 @@ def _starts(cfg: Config, plan: Plan) -> int | None:
     if plan.estimate is None or limit is None:
         return None
     return max(1, math.ceil(MARGIN * plan.estimate.days * 86400 / (limit - cfg.launch.slurm.signal_lead_s)))
+
+
+def _parameters(count: int) -> str:
+    return f"{count / 1e6:,.0f} M" if count >= 1e7 else f"{count:,}"
 
 
 def _hours(hours: float) -> str:

@@ -170,6 +170,7 @@ def test_torchrun_within_slurm():
         ({"RANK": "x", "WORLD_SIZE": "2"}, ["RANK = 'x'"]),
         ({**TORCHRUN, "LOCAL_RANK": "4"}, ["local rank 4", "4 ranks"]),
         ({**slurm(0, 0, 0, "2", 2), "SLURM_JOB_NODELIST": "n[1-"}, ["n[1-"]),
+        ({**slurm(2, 0, 1, "2(x2)", 4), "MASTER_ADDR": "localhost"}, ["MASTER_ADDR = localhost", "2 of 4 ranks"]),
     ],
 )
 def test_contradictions_name_both_values(env, values):

@@ -76,6 +76,18 @@ def test_within_slurm():
     assert (ranks_from_env(hydra).launcher, ranks_from_env(hydra).rank) == ("mpi", 3)
 
 
+@pytest.mark.parametrize(
+    "mine, size",
+    [(slurm(3, 1, 1, "2(x2)", 4), 1), (slurm(3, 1, 1, "2(x2)", 4), 8), (slurm(1, 0, 1, "1(x2)", 2), 1)],
+)
+def test_what_mpirun_has_left_in_the_shell_of_submission_makes_no_ranks(mine, size):
+    """Every task of srun would be the same rank."""
+    with pytest.raises(
+        Refused, match=f"OMPI_COMM_WORLD_RANK = 0 of OMPI_COMM_WORLD_SIZE = {size} and SLURM_PROCID = . of SLURM_NTASKS"
+    ):
+        ranks_from_env({**mine, **open_mpi(0, size, 0, size)})
+
+
 def test_names_of_torch_that_say_the_same_change_nothing():
     env = open_mpi(3, 4, 1, 2, MASTER_ADDR="a", MASTER_PORT="5")
     assert ranks_from_env({**env, "RANK": "3", "WORLD_SIZE": "4"}) == ranks_from_env(env) == Ranks(3, 4, 1, 2, "a", 5, "mpi")

@@ -146,6 +146,18 @@ def test_a_rank_that_srun_ends_after_its_own_failure_keeps_its_code(tmp_path):
     assert job.wait(30)[0] == 2
 
 
+def test_ranks_of_srun_that_refuse_before_they_meet_are_refused_once():
+    """A rank that is still reading its recipe when srun ends it hides no other's exit code; rank 0 has the word."""
+    code = "import os, signal; from megakit.launch.refusal import of_all_ranks\nwith of_all_ranks(os.environ): "
+    step = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0", "PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"]}
+    slow = subprocess.run([sys.executable, "-c", code + "os.kill(os.getpid(), signal.SIGTERM)"], env=step)
+    assert slow.returncode == 1
+    refused = subprocess.run(
+        [sys.executable, "-m", "megakit.pretrain", "+recipe=demo", "parallel.tp=3"], env=step, capture_output=True, text=True
+    )
+    assert refused.returncode == 2 and refused.stderr.startswith("megakit: refused: ")
+
+
 def _catches(pid: int, number: int) -> bool:
     """Whether a process has a handler for a signal."""
     try:

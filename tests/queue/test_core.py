@@ -149,6 +149,8 @@ def test_a_restart_waits_longer_each_time(tmp_path: Path, monkeypatch):
         assert cluster.ask(do="show", id=1)["why"].startswith(f"starts again in {waits[-1]:.0f} s: failure {attempt} of 9")
         now += waits[-1]
     assert waits == [10, 20, 40, 80, 160, 320, 600, 600]
+    now -= 86400  # the clock is set back: it does not wait for a day
+    assert cluster.ask(do="show", id=1)["why"] == "will be looked at next" and list(cluster.wants()) == ["1.9"]
 
 
 def test_an_old_attempt_says_nothing_about_the_new_one(cluster: Cluster):

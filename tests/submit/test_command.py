@@ -61,6 +61,8 @@ def test_render_only_prints_it(submit, tmp_path):
         (["submit.sweep=['optim.lr=1e-4,-1']"], TAKES, 2, ["task 1-lr_-1", "optim.lr = -1"]),
         (["submit.sweep=['parallel.dp=16,32']"], TAKES, 2, ["task 0-dp_16", "16 ranks", "32"]),
         (["submit.chain=auto", "launch.slurm.requeue=false", "cluster.name=mine"], TAKES, 2, ["auto", "mine", "submit.chain=3"]),
+        (["run.dry_run=true"], TAKES, 2, ["run.dry_run = true", "megakit.pretrain"]),
+        (["run.shrink=true"], TAKES, 2, ["run.shrink = true", "megakit.pretrain"]),
         ([], None, 2, ["sbatch is not on the PATH", "submit.render_only=true"]),
         ([], "echo sbatch: error: invalid partition specified: big >&2; exit 1", 1, ["sbatch: invalid partition specified: big"]),
         ([], "echo hello", 1, ["no job id", "hello"]),
@@ -101,6 +103,16 @@ def test_a_chain_is_as_long_as_the_plan_needs(submit, tmp_path):
     assert "runs/llama70b-100" in (tmp_path / "jobs/5").read_text()
     assert "use submit.chain=auto" in submit("launch.slurm.requeue=false", name="llama70b")[2]
     assert "is queued again and goes on" in submit(name="llama70b")[2]
+
+
+def test_what_sbatch_says_is_told_also_where_it_takes_the_job(submit, tmp_path):
+    warns = 'echo "sbatch: warning: 3 hours left" >&2; echo Welcome; echo 77'
+    code, out, err = submit("launch.slurm.extra=['--output=logs/%j.out']", sbatch=warns)
+    assert (code, out) == (0, "submitted job 77, log logs/77.out\n") and "sbatch: warning: 3 hours left" in err
+    full = "mkdir $OUT/first || { echo sbatch: error: QOSMaxSubmitJobPerUserLimit >&2; exit 1; }; echo 77"
+    code, out, err = submit("submit.chain=3", "launch.slurm.requeue=false", sbatch=full)
+    assert (code, out) == (1, "submitted job 77, log llama7b-77.log\n")
+    assert err.endswith("QOSMaxSubmitJobPerUserLimit; of the chain's 3 jobs 1 are submitted, 77 first\n")
 
 
 def test_rendering_imports_no_torch():

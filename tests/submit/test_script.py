@@ -27,7 +27,11 @@ def test_every_recipe_for_a_cluster(name, tmp_path):
     assert got["cpus-per-task"] == str(cfg.launch.slurm.cpus_per_task) and got["time"] == cfg.launch.slurm.time_limit
     assert got["job-name"] == name and got["signal"] == f"B:USR1@{cfg.launch.slurm.signal_lead_s}"
     assert got["open-mode"] == "append" and "requeue" in got and "no-requeue" not in got
-    assert "srun --kill-on-bad-exit=1 --distribution=$placed" in text and "array" not in got and "--container" not in text
+    assert (
+        "srun --export=ALL --kill-on-bad-exit=1 --distribution=$placed" in text
+        and "array" not in got
+        and "--container" not in text
+    )
 
 
 def test_options_from_the_recipe():
@@ -72,6 +76,7 @@ def test_torchrun_has_one_task_per_node_with_the_cores_of_its_ranks():
         (["launch.slurm.constraint='a;b'"], ["constraint", "a;b"]),
         (['launch.slurm.extra=["mem=0"]'], ["extra", "mem=0", "--name=value"]),
         (['launch.slurm.extra=["--mem=0\ntouch x"]'], ["extra"]),
+        (['launch.slurm.extra=["--nodes=7"]'], ["--nodes=7", "cluster.nodes"]),
         (["parallel.dp=12", "train.global_batch_size=1536"], ["12 ranks", "nodes of 8"]),
         (["cluster.env={1A: x}"], ["cluster.env", "1A"]),
         (['cluster.env={A: "x\ny"}'], ["cluster.env", "A"]),
@@ -238,7 +243,23 @@ def test_no_requeue(tmp_path):
 
 def test_without_scontrol_it_says_what_to_do(tmp_path):
     bench = Bench(tmp_path, script().replace("scontrol requeue", "/nowhere/scontrol requeue"), "exit 75")
-    assert bench.end()[0] == 75 and "submit this script again" in bench.err
+    assert bench.end()[0] == 75 and "run.dir=runs/llama70b-42" in bench.err
+
+
+def test_a_run_folder_in_which_starts_cannot_be_counted_ends_the_job(tmp_path):
+    """As on a full disk, where it would be queued again for ever."""
+    (tmp_path / "runs/llama70b-42/attempts.tmp").mkdir(parents=True)
+    assert Bench(tmp_path, script(), "touch $OUT/ran; exit 1").end() == (74, "")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("template", ["srun", "torchrun"])
+def test_what_the_script_has_set_reaches_the_ranks_after_sbatch_export_none(tmp_path, template):
+    bench = Bench(
+        tmp_path, script(f"submit.template={template}"), 'echo "$1" >> $OUT/first', {"SLURM_TOPOLOGY_ADDR": "top.s1.n1"}
+    )
+    bench.end()
+    assert set((tmp_path / "first").read_text().split()) == {"--export=ALL"}
 
 
 def test_a_chained_job_goes_on_in_the_first_ones_folder_and_ends_at_once_when_the_run_is_over(tmp_path):
@@ -329,7 +350,7 @@ def test_modules_and_setup_lines_run_before_the_ranks(tmp_path):
     assert environment(tmp_path)["FROM_SETUP"] == " load cuda/12.4 load a b"
 
 
-TOPOLOGY = """if [ "$1" = --ntasks=64 ]; then for i in $(seq 1 64); do echo top.s$((i % 2)).n$i n$i; done; else env -0 > $OUT/env
+TOPOLOGY = """if [ "$2" = --ntasks=64 ]; then for i in $(seq 1 64); do echo top.s$((i % 2)).n$i n$i; done; else env -0 > $OUT/env
 printf '%s\\n' "$@" > $OUT/args; fi"""
 
 
