@@ -107,7 +107,8 @@ def _run_here(cfg: Config, ranks: Ranks, target: str) -> int:
             code = load_target(target)(cfg, ranks) or EXIT_DONE
     except KeyboardInterrupt:
         code = EXIT_ASKED_TO_STOP
-        _say(stop_line(code, local.NOTHING_TO_SAVE))
+        if ranks.rank == 0:
+            _say(stop_line(code, local.NOTHING_TO_SAVE))
     except BaseException as exc:
         report = report_error(exc)
         code = report.code

@@ -12,6 +12,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 import megakit
+from megakit.config.job_rules import time_limit_s
 from megakit.config.schema import Config
 from megakit.errors import EXIT_ASKED_TO_STOP, EXIT_DONE, EXIT_REPEATED, EXIT_STORAGE, NEVER_AGAIN, Refused, Stop
 from megakit.submit.container import command_prefix, exports, srun_options
@@ -65,6 +66,7 @@ def render(cfg: Config, words: Sequence[str], first_job: str | None = None) -> s
         job=job,
         cpus_per_task=slurm.cpus_per_task,
         signal_lead_s=slurm.signal_lead_s,
+        all_its_time_s=_all_its_time_s(cfg),
         time_to_save_s=time_to_save_s(cfg),
         requeue=slurm.requeue,
         max_attempts=submit.max_attempts,
@@ -120,6 +122,12 @@ def _options(cfg: Config, job: Resources, sweep: list[Task]) -> list[tuple[str, 
         ("open-mode", "append"),
         ("output", log_name(cfg)),
     ]
+
+
+def _all_its_time_s(cfg: Config) -> int | None:
+    """Seconds after which Slurm may send the signal of the time limit, which it does up to a minute early; None: never."""
+    limit = time_limit_s(cfg.launch.slurm.time_limit)
+    return None if limit is None or limit == float("inf") else max(0, int(limit) - cfg.launch.slurm.signal_lead_s - 60)
 
 
 def log_name(cfg: Config) -> str:

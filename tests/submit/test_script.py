@@ -227,6 +227,12 @@ def test_a_failure_that_repeats_at_one_place_is_tried_three_times(tmp_path):
     assert [Bench(tmp_path, script(), SAVES).end() for _ in range(3)] == [(1, "requeue 42\n")] * 2 + [(4, "")]
 
 
+def test_a_time_limit_that_leaves_no_time_for_a_checkpoint_is_a_failure_and_a_preemption_is_none(tmp_path):
+    short = ["launch.slurm.time_limit=0:02:00", "launch.slurm.signal_lead_s=90"]
+    assert [Bench(tmp_path, script(*short), "exit 75").end() for _ in range(3)] == [(75, "requeue 42\n")] * 2 + [(4, "")]
+    assert [Bench(tmp_path, script("run.name=x"), "exit 75").end() for _ in range(4)] == [(75, "requeue 42\n")] * 4
+
+
 def test_starts_that_ended_without_a_word_count_too(tmp_path):
     """A node that is lost takes the script with it, and Slurm queues the job again by itself."""
     for _ in range(3):
