@@ -47,14 +47,14 @@ def after(end: End, failures: int, max_restarts: int) -> Outcome:
     if end.code == EXIT_DONE:
         return Outcome(DONE, failures, "")
     if end.asked in (CANCEL, KILL):
-        saved = "its checkpoint is saved" if end.code == EXIT_ASKED_TO_STOP else _told(end)
+        saved = _saved(end) if end.code == EXIT_ASKED_TO_STOP else _told(end)
         return Outcome(CANCELLED, failures, f"cancelled: {saved}")
     if end.code in NEVER_AGAIN:
         return Outcome(FAILED, failures, f"{_MEANS[end.code]}: {_told(end)}")
-    if end.asked == PREEMPT:
-        saved = "its checkpoint is saved" if end.code == EXIT_ASKED_TO_STOP else f"it ended with {_told(end)}"
-        return Outcome(QUEUED, failures, f"stopped for another job: {saved}")
     failures = 0 if end.progressed else failures
+    if end.asked == PREEMPT:
+        saved = _saved(end) if end.code == EXIT_ASKED_TO_STOP else f"it ended with {_told(end)}"
+        return Outcome(QUEUED, failures, f"stopped for another job: {saved}")
     if end.code == EXIT_ASKED_TO_STOP and end.progressed:
         return Outcome(QUEUED, failures, "stopped by a signal that is not the queue's, its checkpoint is saved")
     failures += 1
@@ -62,6 +62,10 @@ def after(end: End, failures: int, max_restarts: int) -> Outcome:
         times = f"{failures} times in a row" if failures > 1 else "once"
         return Outcome(FAILED, failures, f"failed {times} without a newer checkpoint: {_told(end)}", True)
     return Outcome(QUEUED, failures, f"failure {failures} of {max_restarts} that are allowed: {_told(end)}", True)
+
+
+def _saved(end: End) -> str:
+    return "its checkpoint is saved" if end.progressed else "there was nothing new to save"
 
 
 def _told(end: End) -> str:

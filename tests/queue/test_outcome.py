@@ -18,7 +18,8 @@ from megakit.queue.outcome import CANCEL, CANCELLED, DONE, FAILED, KILL, PREEMPT
         (-9, CANCEL, False, 0, CANCELLED, 0),
         (-9, KILL, False, 0, CANCELLED, 0),
         (1, KILL, False, 0, CANCELLED, 0),
-        (75, PREEMPT, True, 2, QUEUED, 2),
+        (75, PREEMPT, True, 2, QUEUED, 0),
+        (75, PREEMPT, False, 2, QUEUED, 2),
         (-15, PREEMPT, False, 2, QUEUED, 2),  # before it could save anything
         (-9, PREEMPT, False, 2, QUEUED, 2),  # it did not stop in time
         (1, PREEMPT, False, 2, QUEUED, 2),
@@ -60,6 +61,8 @@ def test_the_codes_are_those_of_a_run():
         (End(3, None, False, "loss is nan"), "training is not finite: exit code 3: loss is nan"),
         (End(75, PREEMPT, True), "stopped for another job: its checkpoint is saved"),
         (End(75, CANCEL, True), "cancelled: its checkpoint is saved"),
+        (End(75, PREEMPT, False), "stopped for another job: there was nothing new to save"),
+        (End(75, CANCEL, False), "cancelled: there was nothing new to save"),
         (End(-9, KILL, True, "step 3 of 9"), "cancelled: signal 9"),
         (End(-11, None, False, "step 3 of 9"), "failure 1 of 2 that are allowed: signal 11: step 3 of 9"),
     ],
