@@ -11,6 +11,8 @@ from tests.tiny import tiny
 from tests.train.parity import Result, engine, masters, micro_batches, train, worst
 
 BATCH = {"train__global_batch_size": 4, "train__seq_len": 16, "model__ffn_hidden_size": 192}
+SMALL = {"model__num_layers": 2, "train__global_batch_size": 2}
+"""fp8 products take a hundred times as long as others on CPUs."""
 
 
 def config(family="llama", **keys):
@@ -61,27 +63,27 @@ LAYOUTS = {
 def test_layouts_agree(pools, cell):
     """The first step, before roundings add up: within the rounding of bf16 sums."""
     ranks, keys = LAYOUTS[cell]
-    (one,), many = pools(1).run(train, config()), pools(ranks).run(train, config(**keys))
+    (one,), many = pools(1).run(train, config(), 1), pools(ranks).run(train, config(**keys), 1)
     (loss, norm), (of_one, norm_of_one) = many[0].curve[0], one.curve[0]
     assert loss == pytest.approx(of_one, rel=2e-3) and norm == pytest.approx(norm_of_one, rel=3e-2)
 
 
 def learned(cfg) -> list[float]:
-    """The losses of 30 steps on one batch."""
+    """The losses of 8 steps on one batch."""
     e = engine(cfg)
     e.initialize()
-    return [e.train_step(micro_batches(e, 0), 3e-3).loss for _ in range(30)]
+    return [e.train_step(micro_batches(e, 0), 3e-3).loss for _ in range(8)]
 
 
 def test_it_learns_as_in_bf16(pools):
-    (narrow,), (wide,) = (pools(1).run(learned, config(train__precision=p)) for p in ("fp8", "bf16"))
-    assert narrow[-1] < 0.5 * narrow[0] and narrow[-1] == pytest.approx(wide[-1], rel=0.1)
+    (narrow,), (wide,) = (pools(1).run(learned, config(train__precision=p, **SMALL)) for p in ("fp8", "bf16"))
+    assert narrow[-1] < 0.1 * narrow[0] and narrow[-1] == pytest.approx(wide[-1], rel=0.1)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_recomputation_changes_nothing(pools, family):
-    (plain,) = pools(1).run(train, config(family))
-    (again,) = pools(1).run(train, config(family, parallel__recompute="full"))
+    (plain,) = pools(1).run(train, config(family, **SMALL), 2)
+    (again,) = pools(1).run(train, config(family, **SMALL, parallel__recompute="full"), 2)
     assert again.curve == plain.curve
     for name, t in masters([again.after]).items():
         torch.testing.assert_close(t, masters([plain.after])[name], rtol=0, atol=0)
