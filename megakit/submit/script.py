@@ -14,7 +14,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 import megakit
 from megakit.config.job_rules import time_limit_s
 from megakit.config.schema import Config
-from megakit.errors import EXIT_ASKED_TO_STOP, EXIT_DONE, EXIT_REPEATED, EXIT_STORAGE, NEVER_AGAIN, Refused, Stop
+from megakit.errors import EXIT_ASKED_TO_STOP, EXIT_DONE, EXIT_REFUSED, EXIT_REPEATED, EXIT_STORAGE, NEVER_AGAIN, Refused, Stop
 from megakit.submit.container import command_prefix, exports, srun_options
 from megakit.submit.resources import Resources, resources, time_to_save_s
 from megakit.submit.sweep import Task, tasks
@@ -81,6 +81,8 @@ def render(cfg: Config, words: Sequence[str], first_job: str | None = None) -> s
         asked_to_stop=EXIT_ASKED_TO_STOP,
         repeated=EXIT_REPEATED,
         storage=EXIT_STORAGE,
+        refused=EXIT_REFUSED,
+        elsewhere=any(option.startswith("--chdir=") for option in slurm.extra),
     )
 
 

@@ -74,6 +74,9 @@ def test_a_job_script(tmp_path, template, folder):
     args, env = read(tmp_path / "args"), dict(entry.split("=", 1) for entry in read(tmp_path / "env"))
     assert args[args.index("megakit.pretrain") + 1 :] == [*words, f"run.dir={folder}"]
     assert {name: env[name] for name in cfg.cluster.env} == cfg.cluster.env
+    if template == "torchrun":  # each start of each job meets at its own place
+        (endpoint,) = (arg for arg in args if arg.startswith("--rdzv-endpoint="))
+        assert endpoint.endswith(":21302") and "--rdzv-id=42-0" in args  # 20000 + 42 x 31
     assert (tmp_path / folder / "attempts").exists() and not list(tmp_path.rglob("ran"))
 
 

@@ -243,6 +243,13 @@ def test_starts_that_ended_without_a_word_count_too(tmp_path):
     assert Bench(tmp_path, script(), "exit 0").end() == (4, "")
 
 
+def test_a_node_without_the_folder_of_submission_is_refused(tmp_path):
+    gone, there = {"SLURM_SUBMIT_DIR": "/nowhere"}, {"SLURM_SUBMIT_DIR": str(tmp_path)}
+    assert Bench(tmp_path, script(), "exit 0", gone).end() == (2, "") and not (tmp_path / "runs").exists()
+    assert Bench(tmp_path, script("launch.slurm.extra=['--chdir=/x']"), "exit 0", gone).end() == (0, "")
+    assert Bench(tmp_path, script(), "exit 0", there).end() == (0, "")
+
+
 def test_no_requeue(tmp_path):
     assert Bench(tmp_path, script("launch.slurm.requeue=false"), "exit 75").end() == (75, "")
 
