@@ -3,13 +3,14 @@ torch_dist. Neither its index nor its files are unpickled (torch_files.py)."""
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megakit.checkpoint.lazy import LazyTensor, Tile
 from megakit.checkpoint.manifest import Damaged
-from megakit.checkpoint.torch_files import as_tensor, load_lazy, read_pickle
+from megakit.checkpoint.torch_files import as_tensor, load_lazy, many_objects, read_pickle
 from megakit.errors import Refused
 from megakit.files import stays_inside
 
@@ -46,18 +47,21 @@ def read_index(folder: Path) -> Index:
     """
     path = folder / METADATA
     try:
-        with open(path, "rb") as file:
-            index = read_pickle(file)
-        entries = {name: e for name, e in index.state_dict_metadata.items() if hasattr(e, "chunks")}
-        shapes = {_text(name): _shape(e.size) for name, e in entries.items()}
-        boxes = {name: [(_shape(c.offsets), _shape(c.sizes)) for c in e.chunks] for name, e in entries.items()}
-        pieces = [_piece(key, info, shapes) for key, info in index.storage_data.items() if key.fqn in shapes]
+        with open(path, "rb") as file, many_objects():
+            return _index(read_pickle(file))
     except Refused as error:
         raise Refused(f"{path}: {error}") from None
     except OSError as error:
         raise Damaged(f"{path} can't be read: {error.strerror}") from None
     except Exception as error:  # whatever bytes that are no such pickle lead to
         raise Damaged(f"{path} is no index of torch.distributed.checkpoint ({error})") from None
+
+
+def _index(index: Any) -> Index:
+    entries = {name: e for name, e in index.state_dict_metadata.items() if hasattr(e, "chunks")}
+    shapes = {_text(name): _shape(e.size) for name, e in entries.items()}
+    boxes = {name: [(_shape(c.offsets), _shape(c.sizes)) for c in e.chunks] for name, e in entries.items()}
+    pieces = [_piece(key, info, shapes) for key, info in index.storage_data.items() if key.fqn in shapes]
     return Index(shapes, boxes, pieces)
 
 
@@ -86,23 +90,26 @@ def _tile(folder: Path, piece: Piece) -> Tile:
 
 
 def _piece(key: Any, info: Any, shapes: dict[str, Shape]) -> Piece:
-    if getattr(info, "transform_descriptors", None):
-        raise Refused(f"{key.fqn} is stored with {info.transform_descriptors}: save it without")
-    if not stays_inside(info.relative_path):
-        raise Refused(f"{key.fqn} is said to be in {info.relative_path!r}, which is no file of the folder: it was tampered with")
+    if transformed := getattr(info, "transform_descriptors", None):
+        raise Refused(f"{key.fqn} is stored with {reprlib.repr(transformed)}: save it without")
+    file = _text(info.relative_path)
+    if not stays_inside(file):
+        raise Refused(f"{key.fqn} is said to be in {file!r}, which is no file of the folder: it was tampered with")
     start = _shape(key.offset or ()) or (0,) * len(shapes[key.fqn])
     offset, length = _shape((info.offset, info.length))
-    return Piece(key.fqn, start, info.relative_path, offset, length)
+    return Piece(key.fqn, start, file, offset, length)
 
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{value!r} is no name")
+        raise TypeError(f"{reprlib.repr(value)} is no name")
     return value
 
 
 def _shape(value: Any) -> Shape:
+    """Errors say little of it: a small pickle holds a tuple of itself and itself and so on, whose text would have no end."""
     numbers = tuple(value)
-    if not all(type(n) is int and n >= 0 for n in numbers):
-        raise TypeError(f"{numbers} are no sizes")
+    for n in numbers:
+        if type(n) is not int or n < 0:
+            raise TypeError(f"{reprlib.repr(numbers)} are no sizes")
     return numbers

@@ -32,6 +32,7 @@ from torch.futures import Future
 from megakit.checkpoint.agree import Disagreed, one_line, together
 from megakit.checkpoint.dcp_files import METADATA, Index, Shape, read_index
 from megakit.checkpoint.manifest import FileInfo
+from megakit.checkpoint.torch_files import many_objects
 from megakit.files import sha256_file
 from megakit.parallel.comm import Comm
 
@@ -175,16 +176,17 @@ class _Reader(dcp.FileSystemReader):  # noqa: TID251 - what runs files is overri
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         index = self.index
-        tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
-            # nothing reads the properties: boxes are converted to the dtype of their place
-            name: TensorStorageMetadata(
-                TensorProperties(),
-                torch.Size(shape),
-                [ChunkStorageMetadata(torch.Size(start), torch.Size(size)) for start, size in index.boxes[name]],
-            )
-            for name, shape in index.shapes.items()
-        }
-        stored = {MetadataIndex(p.name, torch.Size(p.start)): _StorageInfo(p.file, p.offset, p.length) for p in index.pieces}
+        with many_objects():
+            tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
+                # nothing reads the properties: boxes are converted to the dtype of their place
+                name: TensorStorageMetadata(
+                    TensorProperties(),
+                    torch.Size(shape),
+                    [ChunkStorageMetadata(torch.Size(start), torch.Size(size)) for start, size in index.boxes[name]],
+                )
+                for name, shape in index.shapes.items()
+            }
+            stored = {MetadataIndex(p.name, torch.Size(p.start)): _StorageInfo(p.file, p.offset, p.length) for p in index.pieces}
         return Metadata(tensors, storage_data=stored, storage_meta=StorageMeta(load_id=self.load_id))
 
 

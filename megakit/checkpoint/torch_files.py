@@ -6,12 +6,16 @@ an `Inert` that keeps its attributes. Tensors become `LazyTensor`s: their bytes 
 
 from __future__ import annotations
 
+import gc
 import io
 import math
 import pickle
 import pickletools
+import re
 import zipfile
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, BinaryIO, NamedTuple
@@ -43,6 +47,20 @@ _PLAIN = {
 }
 _LOCAL_HEADER = 30
 """Bytes of a file's own header in a zip, before its name."""
+_MEMO_PUTS = ("PUT", "BINPUT", "LONG_BINPUT")
+
+
+def _harmless_opcodes() -> re.Pattern[bytes]:
+    """Up to 1,000 opcodes in a row whose arguments have one length, and that put nothing far into the memo: nearly all."""
+    by_length: dict[int, bytes] = {}
+    for opcode in pickletools.opcodes:
+        length = opcode.arg.n if opcode.arg else 0
+        if length >= 0 and opcode.name not in ("LONG_BINPUT", "STOP"):
+            by_length[length] = by_length.get(length, b"") + re.escape(opcode.code.encode("latin-1"))
+    return re.compile(b"(?:%b){1,1000}" % b"|".join(b"[%b].{%d}" % (codes, n) for n, codes in by_length.items()), re.DOTALL)
+
+
+_HARMLESS = _harmless_opcodes()
 
 
 class Inert:
@@ -78,6 +96,18 @@ class _Storage(NamedTuple):
 
 class _Strided:
     """A tensor that is neither contiguous, nor some columns of such a one, nor the transpose of those. Nobody may need it."""
+
+
+@contextmanager
+def many_objects() -> Iterator[None]:
+    """While millions of objects are made that stay: the search for garbage among them would take twice the time."""
+    on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if on:
+            gc.enable()
 
 
 def read_pickle(file: BinaryIO) -> Any:
@@ -152,9 +182,16 @@ class _Window(io.RawIOBase):
 
 def _check_memo(data: bytes) -> None:
     """The memo is an array: ten bytes that put something at place 2^32 of it would fill 64 GiB."""
-    for opcode, place, _ in pickletools.genops(data):
-        if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and (place or 0) >= len(data):
+    file, at, last = io.BytesIO(data), 0, ""
+    while last != "STOP":
+        if run := _HARMLESS.match(data, at):
+            at = run.end()
+            continue
+        file.seek(at)
+        opcode, place, _ = next(pickletools.genops(file))
+        if opcode.name in _MEMO_PUTS and (place or 0) >= len(data):
             raise pickle.UnpicklingError(f"{len(data)} bytes put something at place {place} of their memo")
+        at, last = file.tell(), opcode.name
 
 
 class _Unpickler(pickle.Unpickler):

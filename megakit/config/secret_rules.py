@@ -15,14 +15,15 @@ _CURE = "export it in your shell, or in a file that submit.setup sources, and le
 
 def check(cfg: Config) -> None:
     """Raise Refused, without saying the secret, for the first key that has one."""
-    for name in cfg.cluster.env or {}:
-        if names_a_secret(name):
+    for name, value in (cfg.cluster.env or {}).items():
+        if names_a_secret(name) and not str(value).startswith("/"):
             raise Refused(f"cluster.env has {name}, which looks like a secret and would be saved in config.yaml: {_CURE}")
     for key, value in leaves(cfg).items():
         look = secret_in_shell if key.startswith(("submit.", "launch.slurm.extra")) else secret_in
         for text in _texts(value):
             if found := look(text):
-                raise Refused(f"{key} has {found}, which would be saved in config.yaml: {_CURE}")
+                harmless = f"; if it is no secret, unset {found.split()[-1]}" if found.startswith("the value of") else ""
+                raise Refused(f"{key} has {found}, which would be saved in config.yaml: {_CURE}{harmless}")
 
 
 def _texts(value: Any) -> Iterator[str]:

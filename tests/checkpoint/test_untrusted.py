@@ -4,6 +4,7 @@ refused in one line."""
 from __future__ import annotations
 
 import argparse
+import gc
 import hashlib
 import io
 import json
@@ -19,6 +20,7 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
 
+from megakit.checkpoint.dcp_files import read_index
 from megakit.checkpoint.torch_files import read_pickle
 from megakit.checkpoint.weights import open_weights
 from megakit.errors import Refused
@@ -257,11 +259,46 @@ def test_json_that_is_nested_without_an_end(tmp_path, name):
         open_weights(folder)
 
 
+@pytest.mark.parametrize("before", [b"\x80\x02N", b"\x80\x04" + b"K\x000" * 5000 + b"\x8c\x05r.abcN"], ids=["short", "long"])
 @pytest.mark.parametrize("put", [b"r" + struct.pack("<I", 2**32 - 1), b"p4294967295\n"])
-def test_a_pickle_with_a_memo_without_an_end(put, memory_limit):
+def test_a_pickle_with_a_memo_without_an_end(before, put, memory_limit):
     """Ten bytes that make Python's unpickler fill 64 GiB."""
     with pytest.raises(pickle.UnpicklingError, match="of their memo"):
-        read_pickle(io.BytesIO(b"\x80\x02N" + put + b"."))
+        read_pickle(io.BytesIO(before + put + b"."))
+
+
+def test_texts_and_ends_of_pickles_are_no_opcodes():
+    """What stands in a text, and behind the end, puts nothing into the memo."""
+    put = b"r" + struct.pack("<I", 2**32 - 1)
+    assert read_pickle(io.BytesIO(pickle.dumps([put, put.hex(), 1.5, 2**70]) + put)) == [put, put.hex(), 1.5, 2**70]
+
+
+def test_an_index_whose_text_has_no_end(step, memory_limit):
+    """A pickle of 100 bytes whose tuple, written out, is longer than the memory."""
+    folder, _ = step
+    index, endless = index_of(folder), (1,)
+    for _ in range(64):
+        endless = (endless, endless)
+    first = next(iter(index.storage_data.values()))
+    for part, name, words in (
+        (first, "transform_descriptors", "save it without"),
+        (first, "relative_path", "is no name"),
+        (index.state_dict_metadata[NAME].chunks[0], "offsets", "are no sizes"),
+    ):
+        kept = getattr(part, name)
+        setattr(part, name, endless)
+        (folder / ".metadata").write_bytes(pickle.dumps(index))
+        with pytest.raises(Refused, match=words) as refused:
+            read_index(folder)
+        assert len(str(refused.value)) < 1000
+        setattr(part, name, kept)
+
+
+def test_nothing_stays_switched_off(tmp_path):
+    (tmp_path / ".metadata").write_bytes(b"x")
+    with pytest.raises(Refused, match="is no index"):
+        read_index(tmp_path)
+    assert gc.isenabled()
 
 
 def test_the_tracker_of_megatron(tmp_path, mark, capfd):

@@ -37,6 +37,12 @@ def test_refused_without_saying_it(override, words):
     assert not any(secret in line for secret in (SECRET, "word@", "abcdef"))
 
 
+def test_a_word_that_the_environment_calls_a_key(monkeypatch):
+    monkeypatch.setenv("SORT_KEY", "transformer_large")
+    with pytest.raises(Refused, match=r"run\.name has the value of SORT_KEY.*if it is no secret, unset SORT_KEY"):
+        compose(["+recipe=demo", "run.name=transformer_large"])
+
+
 def test_what_a_recipe_may_have(monkeypatch, tmp_path):
     monkeypatch.setenv("SCRATCH", str(tmp_path))
     cfg = compose(
@@ -44,7 +50,7 @@ def test_what_a_recipe_may_have(monkeypatch, tmp_path):
             "+recipe=demo",
             "run.dir='${oc.env:SCRATCH}/run'",
             "submit.setup=['export HF_TOKEN=\"$MINE\"','source ~/keys']",
-            "cluster.env={NCCL_DEBUG: INFO}",
+            "cluster.env={NCCL_DEBUG: INFO, GOOGLE_APPLICATION_CREDENTIALS: /keys/x.json}",
             "submit.container.image='docker://$oauthtoken@host#team/image:1'",
         ]
     )
