@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import socket
 import socketserver
 import threading
+import time
 from http.server import HTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlparse
 
 from prometheus_client import CollectorRegistry, MetricsHandler
 
 CLIENT_S = 2.0
-"""For a client to say what it wants."""
+"""For a client to say what it wants, and again to take the answer."""
 _ANY = ("0.0.0.0", "::")  # noqa: S104 - what is asked for is compared with them
 """All addresses of this host."""
 
@@ -33,7 +36,12 @@ class MetricsServer:
         class Handler(MetricsHandler.factory(registry)):  # type: ignore[misc]
             timeout = CLIENT_S
 
+            def setup(self) -> None:
+                super().setup()
+                self.rfile = io.BufferedReader(_Hurried(self.connection, CLIENT_S))
+
             def do_GET(self) -> None:
+                self.connection.settimeout(CLIENT_S)  # for all of the answer
                 if urlparse(self.path).path in paths:
                     super().do_GET()
                 else:
@@ -55,6 +63,23 @@ class MetricsServer:
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
+
+
+class _Hurried(io.RawIOBase):
+    """What a client says, for a time: a socket's own limit begins anew with each byte."""
+
+    def __init__(self, connection: socket.socket, seconds: float):
+        self._connection, self._until = connection, time.monotonic() + seconds
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        left = self._until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self._connection.settimeout(left)
+        return self._connection.recv_into(buffer)
 
 
 class _Server(HTTPServer):

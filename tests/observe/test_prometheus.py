@@ -178,6 +178,28 @@ def test_a_client_that_says_nothing_holds_up_the_next_for_a_moment_only(tmp_path
     sink.close(True)
 
 
+def test_a_client_that_goes_on_saying_a_little_is_let_go(tmp_path, keys, monkeypatch):
+    monkeypatch.setattr(scrape_module, "CLIENT_S", 0.2)
+    sink = exporter(keys, tmp_path)
+    host, port = target(tmp_path)["targets"][0].split(":")
+    with closing(socket.create_connection((host, int(port)))) as client:
+        client.sendall(b"GET /metrics HTTP/1.0\r\nX: ")
+        client.settimeout(0.05)  # pause between two bytes
+        for _ in range(100):
+            try:
+                client.sendall(b"x")
+                gone = client.recv(1) == b""
+            except TimeoutError:
+                gone = False
+            except ConnectionError:
+                gone = True
+            if gone:
+                break
+        else:
+            pytest.fail("it is still listened to")
+    sink.close(True)
+
+
 @pytest.mark.parametrize("ok, stop, left", [(True, False, 0), (False, True, 0), (False, False, 1)])
 def test_the_target_stays_only_where_the_run_failed(tmp_path, keys, ok, stop, left):
     w = open_writer(tmp_path, *keys)
