@@ -54,7 +54,8 @@ def test_rank_0_is_on_mpiruns_host_unless_master_addr_is_set(env, address):
 
 def test_ports_differ_by_job():
     ports = {ranks_from_env(open_mpi(0, 2, 0, 2, PMIX_NAMESPACE=f"prterun-a-{job}@1")).master_port for job in range(20)}
-    assert len(ports) == 20 and all(20000 <= port < 30000 for port in ports)
+    ports |= {ranks_from_env(open_mpi(0, 2, 0, 2, OMPI_MCA_ess_base_jobid=str(job))).master_port for job in range(20)}
+    assert len(ports) == 40 and all(20000 <= port < 30000 for port in ports)
     assert ranks_from_env(open_mpi(0, 2, 0, 2, MASTER_PORT="1")).master_port == 1
 
 

@@ -92,7 +92,14 @@ class Server:
         assert self.processes[name].poll() is None, self.processes[name].stdout.read()  # type: ignore[union-attr]
 
     def _popen(self, words: list[str]) -> subprocess.Popen[str]:
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "RANK": "7", "SLURM_PROCID": "7", "SECRET": "hush"}
+        env = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "RANK": "7",
+            "SLURM_PROCID": "7",
+            "OMPI_COMM_WORLD_RANK": "7",
+            "SECRET": "hush",
+        }
         out = subprocess.PIPE
         return subprocess.Popen([sys.executable, "-c", START, *words], env=env, stdout=out, stderr=subprocess.STDOUT, text=True)
 

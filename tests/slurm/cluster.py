@@ -6,6 +6,7 @@ Needs root, Slurm and munge from the system's packages, and ip; nothing else of 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -88,6 +89,7 @@ class Cluster:
         # not looked for: /sys of a network namespace shows no cgroups
         (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n")
         self._munge()
+        self._remove_left_behind()
         self._network()
         self._daemon(self.control, "ctl", "slurmctld", "-D", "-c")
         for i in self._numbers():
@@ -99,9 +101,7 @@ class Cluster:
         for daemon in self.daemons.values():
             daemon.terminate()
         for namespace in self._namespaces():
-            self._kill_all(namespace)
-            subprocess.run(["ip", "netns", "del", namespace], capture_output=True)
-            shutil.rmtree(f"/etc/netns/{namespace}", ignore_errors=True)
+            self._remove(namespace)
         for daemon in self.daemons.values():
             daemon.wait(20)
 
@@ -189,6 +189,18 @@ class Cluster:
                 stdout=log,
                 stderr=log,
             )
+
+    def _remove_left_behind(self) -> None:
+        """What runs of these tests have left that were killed."""
+        found = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+        for namespace, pid in re.findall(r"^(mkslurm(\d+)-\w+)", found, re.M):
+            if not Path("/proc", pid).exists():
+                self._remove(namespace)
+
+    def _remove(self, namespace: str) -> None:
+        self._kill_all(namespace)
+        subprocess.run(["ip", "netns", "del", namespace], capture_output=True)
+        shutil.rmtree(f"/etc/netns/{namespace}", ignore_errors=True)
 
     def _kill_all(self, namespace: str) -> None:
         pids = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True).stdout.split()
