@@ -147,6 +147,7 @@ def test_torchrun_within_slurm():
     assert ranks_from_env({**TORCHRUN, **batch}).launcher == "torchrun"
     one_per_node = {**TORCHRUN, **slurm(1, 0, 1, "1(x2)", 2)}
     assert ranks_from_env(one_per_node).rank == 5
+    assert ranks_from_env({**TORCHRUN, **slurm(1, 0, 1, "1(x3)", 3)}).restart == 1  # a node is gone since the first start
 
 
 @pytest.mark.parametrize(

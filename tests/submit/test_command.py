@@ -106,7 +106,7 @@ def test_a_chain_is_as_long_as_the_plan_needs(submit, tmp_path):
 
 
 def test_what_sbatch_says_is_told_also_where_it_takes_the_job(submit, tmp_path):
-    warns = 'echo "sbatch: warning: 3 hours left" >&2; echo Welcome; echo 77'
+    warns = 'echo "sbatch: warning: 3 hours left" >&2; echo Welcome; echo "77;big"'
     code, out, err = submit("launch.slurm.extra=['--output=logs/%j.out']", sbatch=warns)
     assert (code, out) == (0, "submitted job 77, log logs/77.out\n") and "sbatch: warning: 3 hours left" in err
     full = "mkdir $OUT/first || { echo sbatch: error: QOSMaxSubmitJobPerUserLimit >&2; exit 1; }; echo 77"

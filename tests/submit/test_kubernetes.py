@@ -66,6 +66,7 @@ def test_a_pod_for_each_node_and_a_rank_for_each_gpu():
         "limits": {"nvidia.com/gpu": 8},
     }
     assert pod["terminationGracePeriodSeconds"] == 600
+    assert "--max-restarts=0 " in pod["containers"][0]["command"][-1]  # JobSet starts all again
 
 
 @pytest.mark.parametrize(
