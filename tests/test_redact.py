@@ -103,6 +103,9 @@ def test_values_as_they_may_be_written():
     """In a URL, in a traceback's repr; one that another is a part of; a number is no secret."""
     env = {"A_KEY": "word/one+two", "B_KEY": "word/one+two\\more", "TOKEN_BUDGET": "300000000000"}
     assert redact("?q=word%2Fone%2Btwo word/one%2Btwo, 300000000000 tokens", env) == "?q=*** ***, 300000000000 tokens"
+    assert redact("at /data/team/key.json", {"MY_SECRET": "/data/team/key.json"}) == "at /data/team/key.json"
+    assert redact("no eightday here", {"MY_SECRET": "eightday"}) == "no *** here"
+    assert secret_in("eightday", {"MY_SECRET": "eightday"}) is None  # a recipe may have such a word
     assert redact(f"{env['B_KEY']} {env['B_KEY']!r}", env) == "*** '***'"
 
 

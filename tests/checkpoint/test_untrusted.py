@@ -11,6 +11,7 @@ import json
 import os
 import pickle
 import struct
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
 
 from megakit.checkpoint.dcp_files import read_index
-from megakit.checkpoint.torch_files import read_pickle
+from megakit.checkpoint.torch_files import load_lazy, read_pickle
 from megakit.checkpoint.weights import open_weights
 from megakit.errors import Refused
 from tests.checkpoint import hf_models, layouts, workers
@@ -299,6 +300,21 @@ def test_nothing_stays_switched_off(tmp_path):
     with pytest.raises(Refused, match="is no index"):
         read_index(tmp_path)
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize("offset", [-1, 1])
+def test_a_tensor_outside_its_storage(tmp_path, offset):
+    """Bytes before it or behind it are the file's, or another tensor's."""
+    torch.save({"x": torch.ones(4)}, tmp_path / "x.pt")
+    with zipfile.ZipFile(tmp_path / "x.pt") as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(tmp_path / "x.pt", "w") as archive:
+        for name, data in members.items():
+            changed = data.replace(b"QK\x00", b"QJ" + struct.pack("<i", offset)) if name.endswith("data.pkl") else data
+            assert changed != data or not name.endswith("data.pkl")
+            archive.writestr(name, changed)
+    with pytest.raises(Refused, match=r"a tensor \[4\] ends at byte"):
+        load_lazy(tmp_path / "x.pt")
 
 
 def test_the_tracker_of_megatron(tmp_path, mark, capfd):
