@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megakit.files import write_whole
+from megakit.files import stays_inside, write_whole
 from tests.limits import file_size_limit
 
 
@@ -29,3 +29,13 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
         write_whole(tmp_path / "a", b"x" * 5000)
     assert (tmp_path / "a").read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "/x", "//x", "a/../b", "a\0b", "\ud800", "x" * 5000, None, 1, b"x"])
+def test_names_that_lead_elsewhere_or_nowhere(name: object) -> None:
+    assert not stays_inside(name)
+
+
+@pytest.mark.parametrize("name", ["x", "a/b.c", "..x", "a..b", "é"])
+def test_names_of_files_of_the_folder(name: str) -> None:
+    assert stays_inside(name)

@@ -55,6 +55,12 @@ def test_the_last_user_is_not_root():
     assert int(arguments()["UID"]) > 999 and int(arguments()["GID"]) > 999
 
 
+def test_any_user_may_write_at_home_and_in_the_working_folder():
+    assert any("chmod 1777 /home/megakit /workspace" in words for kind, words in instructions() if kind == "RUN")
+    assert "HOME=/home/megakit" in " ".join(words for kind, words in instructions() if kind == "ENV")
+    assert [words for kind, words in instructions() if kind == "WORKDIR"][-1] == "/workspace"
+
+
 def test_the_check_runs_as_that_user_and_the_entry_point_is_the_bases():
     kinds = [kind for kind, _ in instructions()]
     check = max(i for i, (kind, words) in enumerate(instructions()) if kind == "RUN" and "/check_image.py" in words)
