@@ -10,7 +10,7 @@ from urllib.parse import quote
 _NAME = re.compile(
     r"""(?ix) password | passwd | passphrase | secret | api_?key | credential
     | (^|_) (token | access_key | private_key | webhook | pat | jwt | cookie | creds?) ($|_)
-    | (^|_) key \d* $ | _pwd $ | pass $"""
+    | (^|_) key \d* $ | _pwd $ | (^|_|ssh|pg) pass $"""
 )
 _NAME_OF_A_PLACE = re.compile(r"(?i)_(file|path|dir|sock|socket)$")
 """WANDB_IDENTITY_TOKEN_FILE says where it is."""

@@ -65,6 +65,7 @@ def test_names_of_secrets(name):
         "WANDB_IDENTITY_TOKEN_FILE",
         "HF_TOKEN_PATH",
         "OLDPWD",
+        "NVSHMEM_BYPASS",
     ],
 )
 def test_names_of_others(name):
