@@ -101,3 +101,23 @@ def _grouped(changes: list[Change]) -> Iterator[str]:
         else:
             yield " ".join(f"{key}={show(value)}" for key, value in changes[at].items())
         at += len(alike)
+
+
+def near(key: str, value: int, unit: int) -> list[Change]:
+    """The key set to the multiples of `unit` around its value."""
+    return [{key: n} for n in (value // unit * unit, value // unit * unit + unit) if n]
+
+
+def nearest_first(numbers: list[int], to: int) -> list[int]:
+    """By their ratio to a number, the smaller one of two as near first."""
+    return sorted((n for n in numbers if n != to), key=lambda n: (max(n / to, to / n), n))
+
+
+def divisors(n: int) -> list[int]:
+    """From 1 to the number itself."""
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def listed(numbers: list[int]) -> str:
+    """For a message: 1, 2, 4"""
+    return ", ".join(map(str, numbers))

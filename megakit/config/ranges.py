@@ -130,7 +130,7 @@ RANGES: dict[str, Range] = {
     "launch.timeout_s": Range(0, 10**6, open_low=True),
     "launch.threads_per_rank": COUNT,
     "launch.slurm.cpus_per_task": COUNT,
-    "launch.slurm.signal_lead_s": NOT_NEGATIVE,
+    "launch.slurm.signal_lead_s": Range(0, 65535),  # of sbatch --signal
     "submit.max_attempts": COUNT,
     "submit.sweep_parallel": COUNT,
     "submit.chain": Range(1, 1000),

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields
 
-from megakit.config import job_rules, ops_rules, optim_rules
+from megakit.config import job_rules, model_rules, ops_rules, optim_rules
 from megakit.config.batch import BatchSize
-from megakit.config.cures import Broken, Change, broken_alone, tried
-from megakit.config.derived import head_dim
+from megakit.config.cures import Broken, Change, broken_alone, divisors, listed, near, nearest_first, tried
 from megakit.config.keys import changes_nothing, show
 from megakit.config.ranges import check_each
-from megakit.config.schema import Config, DataConfig, LogConfig, ModelConfig, OptimConfig, ParallelConfig
+from megakit.config.schema import Config, DataConfig, LogConfig, OptimConfig, ParallelConfig
 from megakit.config.typed import replace
 from megakit.errors import Refused
 
@@ -29,8 +27,7 @@ def check(cfg: Config) -> None:
 
 def _check(cfg: Config) -> None:
     check_each(cfg)
-    _check_model(cfg)
-    _check_rope(cfg.model)
+    model_rules.check(cfg)
     _check_tensor_parallel(cfg)
     _check_context_parallel(cfg)
     _check_pipeline(cfg)
@@ -103,8 +100,8 @@ def _resolve(cfg: Config, world: int) -> Config:
         fit = f" or set parallel.dp={world // ranks}" if world % ranks == 0 else ""
         raise Refused(f"parallel.dp = {dp} x {grid} = {dp * ranks} ranks, but there are {world}: start {dp * ranks} ranks{fit}")
     if world % ranks:
-        near = nearest_multiples(world, ranks)
-        raise Refused(f"{world} ranks can't be divided by {grid} = {ranks}: start {near} ranks, or change the grid")
+        fit = nearest_multiples(world, ranks)
+        raise Refused(f"{world} ranks can't be divided by {grid} = {ranks}: start {fit} ranks, or change the grid")
     out = replace(cfg, {"parallel.dp": world // ranks})
     _check_zero(out)
     _check_batch(out)
@@ -123,96 +120,6 @@ def nearest_multiples(value: int, unit: int) -> str:
     return f"{low} or {low + unit}" if low else str(unit)
 
 
-def _check_model(cfg: Config) -> None:
-    m = cfg.model
-    pairs = 2 if m.position_embedding == "rope" else 1
-    if m.hidden_size % m.num_attention_heads and m.kv_channels is None:
-        raise Broken(
-            f"model.hidden_size = {m.hidden_size} is not divisible by model.num_attention_heads = {m.num_attention_heads}",
-            *_widths(m, pairs),
-            _heads(m, pairs),
-            [{"model.kv_channels": round(m.hidden_size / m.num_attention_heads / 2) * 2 or 2}],
-        )
-    if m.num_attention_heads % m.num_query_groups:
-        divisors = _divisors(m.num_attention_heads)
-        raise Broken(
-            f"model.num_attention_heads = {m.num_attention_heads} is not divisible by model.num_query_groups ="
-            f" {m.num_query_groups}; valid groups {_listed(divisors)}",
-            [{"model.num_query_groups": n} for n in _nearest_first(divisors, m.num_query_groups)],
-        )
-    if m.add_qkv_bias and m.add_bias_linear:
-        raise broken_alone("model.add_qkv_bias", True, "model.add_bias_linear = true", False, [{"model.add_bias_linear": False}])
-    width = head_dim(m)
-    if m.position_embedding == "rope" and width % 2 and m.kv_channels is not None:
-        near: list[list[Change]] = [[{"model.kv_channels": width + d}] for d in (-1, 1) if width + d]
-        raise Broken(f"model.kv_channels = {width} is odd, and rope turns pairs", *near)
-    if m.position_embedding == "rope" and width % 2:
-        raise Broken(
-            f"model.hidden_size / model.num_attention_heads = {m.hidden_size} / {m.num_attention_heads} = {width} is odd, and"
-            " rope turns pairs",
-            _heads(m, pairs),
-            *_widths(m, pairs),
-        )
-
-
-def _heads(m: ModelConfig, pairs: int) -> list[Change]:
-    wide = [n for n in _divisors(m.hidden_size) if m.hidden_size // n % pairs == 0]
-    return [{"model.num_attention_heads": n} for n in _nearest_first(wide, m.num_attention_heads)]
-
-
-def _widths(m: ModelConfig, pairs: int) -> list[list[Change]]:
-    return [[change] for change in _near("model.hidden_size", m.hidden_size, pairs * m.num_attention_heads)]
-
-
-ROPE_NEEDS: dict[str, tuple[str, ...]] = {
-    "none": (),
-    "linear": ("rope_factor",),
-    "llama3": ("rope_factor", "rope_original_max_position_embeddings", "rope_low_freq_factor", "rope_high_freq_factor"),
-    "yarn": ("rope_factor", "rope_original_max_position_embeddings"),
-}
-"""What each kind of RoPE scaling can't do without."""
-ROPE_TAKES = {**ROPE_NEEDS, "yarn": (*ROPE_NEEDS["yarn"], "rope_beta_fast", "rope_beta_slow", "rope_attention_factor")}
-"""All that each kind reads."""
-
-
-def _check_rope(m: ModelConfig) -> None:
-    kind = m.rope_scaling
-    if m.position_embedding != "rope" and m.rotary_base != ModelConfig.rotary_base:
-        beside = f"model.position_embedding = {m.position_embedding}"
-        raise changes_nothing("model.rotary_base", m.rotary_base, beside, "model.position_embedding=rope")
-    if kind != "none" and m.position_embedding != "rope":
-        raise Refused(
-            f"model.rope_scaling = {kind} changes nothing with model.position_embedding = {m.position_embedding}: set it to"
-            " none, or use model.position_embedding=rope"
-        )
-    for f in fields(m):
-        if not f.name.startswith("rope_") or f.name == "rope_scaling":
-            continue
-        value = getattr(m, f.name)
-        if f.name not in ROPE_TAKES[kind] and value != f.default:
-            takers = " or ".join(k for k, names in ROPE_TAKES.items() if f.name in names)
-            raise changes_nothing(f"model.{f.name}", value, f"model.rope_scaling = {kind}", f"model.rope_scaling={takers}")
-        if f.name in ROPE_NEEDS[kind] and value is None:
-            raise Refused(
-                f"model.rope_scaling = {kind} needs model.{f.name}, which is null: give it, or use model.rope_scaling=none"
-            )
-    low, high = {
-        "llama3": ("rope_low_freq_factor", "rope_high_freq_factor"),
-        "yarn": ("rope_beta_slow", "rope_beta_fast"),
-    }.get(kind, ("", ""))
-    if low and getattr(m, low) >= getattr(m, high):
-        raise Refused(
-            f"model.{low} = {getattr(m, low)} is not below model.{high} = {getattr(m, high)}: between them lie the pairs that"
-            " are scaled in part"
-        )
-    original = m.rope_original_max_position_embeddings
-    if original is not None and original > m.max_position_embeddings:
-        raise Refused(
-            f"model.rope_original_max_position_embeddings = {original} is longer than the context after scaling,"
-            f" model.max_position_embeddings = {m.max_position_embeddings}: correct one"
-        )
-
-
 def _check_tensor_parallel(cfg: Config) -> None:
     m, p = cfg.model, cfg.parallel
     more: list[Change] = [{"parallel.tp": tp} for tp in range(2, m.num_attention_heads + 1)]
@@ -226,22 +133,22 @@ def _check_tensor_parallel(cfg: Config) -> None:
     }
     if p.sequence_parallel:
         cut["train.seq_len"] = cfg.train.seq_len
-    valid = _divisors(math.gcd(*cut.values()))
+    valid = divisors(math.gcd(*cut.values()))
     per_node = cfg.cluster.gpus_per_node
     if per_node is not None and not p.allow_tp_across_nodes:
         valid = [tp for tp in valid if per_node % tp == 0]
-    others: list[Change] = [{"parallel.tp": tp} for tp in _nearest_first(valid, p.tp)]
+    others: list[Change] = [{"parallel.tp": tp} for tp in nearest_first(valid, p.tp)]
     for name, size in cut.items():
         if size % p.tp:
             of_sequence = name == "train.seq_len"
             why = "; sequence_parallel cuts it" if of_sequence else ""
-            kinds = [_near("train.seq_len", size, p.tp), [{"parallel.sequence_parallel": False}]] if of_sequence else []
+            kinds = [near("train.seq_len", size, p.tp), [{"parallel.sequence_parallel": False}]] if of_sequence else []
             raise Broken(
-                f"{name} = {size} is not divisible by parallel.tp = {p.tp}{why}; valid tp {_listed(valid)}", others, *kinds
+                f"{name} = {size} is not divisible by parallel.tp = {p.tp}{why}; valid tp {listed(valid)}", others, *kinds
             )
     if p.tp not in valid:
         raise Broken(
-            f"parallel.tp = {p.tp} does not fit the nodes of cluster.gpus_per_node = {per_node}; valid tp {_listed(valid)}",
+            f"parallel.tp = {p.tp} does not fit the nodes of cluster.gpus_per_node = {per_node}; valid tp {listed(valid)}",
             others,
             [{"parallel.allow_tp_across_nodes": True}],
         )
@@ -292,7 +199,7 @@ def check_stages(cfg: Config) -> None:
     chunks: list[Change] = []
     if p.schedule == "interleaved_1f1b":
         fit = [v for v in range(2, layers // p.pp + 1) if layers % (p.pp * v) == 0]
-        chunks = [{"parallel.virtual_stages": v} for v in _nearest_first(fit, p.virtual_stages)]
+        chunks = [{"parallel.virtual_stages": v} for v in nearest_first(fit, p.virtual_stages)]
         chunks.append({"parallel.schedule": "1f1b", "parallel.virtual_stages": 1})
     if layers < stages:
         raise Broken(f"model.num_layers = {layers} is less than parallel.pp x parallel.virtual_stages = {stages}", fewer, chunks)
@@ -327,11 +234,11 @@ def _check_zero(cfg: Config) -> None:
     if dp is None and there is not None and there % model_ranks(cfg) == 0:
         dp = there // model_ranks(cfg)
     if dp is not None and (dp * p.cp) % p.zero_group:
-        valid = _divisors(dp * p.cp)[1:]
+        valid = divisors(dp * p.cp)[1:]
         raise Broken(
             f"parallel.zero_group = {p.zero_group} does not divide parallel.dp x parallel.cp = {dp} x {p.cp} = {dp * p.cp};"
-            f" valid groups {_listed(valid) or 'none'}",
-            [{"parallel.zero_group": n} for n in _nearest_first(valid, p.zero_group)],
+            f" valid groups {listed(valid) or 'none'}",
+            [{"parallel.zero_group": n} for n in nearest_first(valid, p.zero_group)],
             [{"parallel.zero_group": None}],
         )
 
@@ -351,11 +258,11 @@ def _check_context_parallel(cfg: Config) -> None:
     unit = sequence_unit(cfg)
     if seq_len % unit:
         tp = f" and its cut over parallel.tp = {p.tp}" if p.sequence_parallel else ""
-        valid = [cp for cp in _divisors(seq_len) if cp == 1 or seq_len % (unit // p.cp * cp) == 0]
+        valid = [cp for cp in divisors(seq_len) if cp == 1 or seq_len % (unit // p.cp * cp) == 0]
         raise Broken(
             f"train.seq_len = {seq_len} is not divisible by the two chunks of each of parallel.cp = {p.cp} ranks{tp}, {unit}",
-            *([change] for change in _near("train.seq_len", seq_len, unit)),
-            [{"parallel.cp": cp} for cp in _nearest_first(valid, p.cp)],
+            *([change] for change in near("train.seq_len", seq_len, unit)),
+            [{"parallel.cp": cp} for cp in nearest_first(valid, p.cp)],
         )
 
 
@@ -388,15 +295,15 @@ def _check_world(cfg: Config) -> None:
     if p.dp is None and there % ranks:
         nodes = math.lcm(ranks, per_node) // per_node
         low = cfg.cluster.nodes // nodes * nodes
-        near = sorted(
+        whole = sorted(
             (n for n in range(max(nodes, low - 8 * nodes), low + 9 * nodes, nodes)), key=lambda n: abs(n - cfg.cluster.nodes)
         )
         others = [pp for pp in range(1, cfg.model.num_layers + 1) if there % (p.tp * p.cp * pp) == 0]
         raise Broken(
             f"{_grid(cfg)} = {ranks} ranks do not divide the cluster, {have}",
-            [{"cluster.nodes": n} for n in near if n < cfg.cluster.nodes],
-            [{"cluster.nodes": n} for n in near if n > cfg.cluster.nodes],
-            [{"parallel.pp": pp} for pp in _nearest_first(others, p.pp)],
+            [{"cluster.nodes": n} for n in whole if n < cfg.cluster.nodes],
+            [{"cluster.nodes": n} for n in whole if n > cfg.cluster.nodes],
+            [{"parallel.pp": pp} for pp in nearest_first(others, p.pp)],
             [{"parallel.dp": dp} for dp in range(there // ranks, 0, -1)],
         )
 
@@ -412,7 +319,7 @@ def _check_batch(cfg: Config) -> None:
         blocks = unit * p.pp if p.schedule == "interleaved_1f1b" else unit
         raise Broken(
             f"train.global_batch_size = {size} is not divisible by {by}",
-            *([change] for change in _near("train.global_batch_size", size, blocks)),
+            *([change] for change in near("train.global_batch_size", size, blocks)),
             [{"train.micro_batch_size": n} for n in range(min(t.micro_batch_size, size) - 1, 0, -1) if size % (n * dp) == 0],
             [{"parallel.dp": n} for n in range(dp - 1, 0, -1) if size % (n * t.micro_batch_size) == 0] if p.dp else [],
         )
@@ -434,13 +341,13 @@ def _check_rampup(given: list[int], final: int, unit: int) -> None:
         cure = f"start at {' or '.join(map(str, valid))}" if valid else "there is no smaller batch: use null"
         raise Refused(f"{shown}: its size {start} is not divisible by {by}: {cure}")
     if increment % unit or (final - start) % increment:
-        fit = [unit * n for n in _divisors((final - start) // unit)]  # start and final are multiples of unit
-        near = " or ".join(map(str, sorted(sorted(fit, key=lambda n: (abs(n - increment), n))[:2])))
+        fit = [unit * n for n in divisors((final - start) // unit)]  # start and final are multiples of unit
+        steps = " or ".join(map(str, sorted(sorted(fit, key=lambda n: (abs(n - increment), n))[:2])))
         if (final - start) % increment:
             wrong = f"its increment {increment} does not divide train.global_batch_size {final} - {start} = {final - start}"
         else:
             wrong = f"its size {start + increment} is not divisible by {by}"
-        raise Refused(f"{shown}: {wrong}: increment by {near}")
+        raise Refused(f"{shown}: {wrong}: increment by {steps}")
 
 
 def _check_length(cfg: Config) -> None:
@@ -581,21 +488,3 @@ def _check_log(cfg: Config) -> None:
         value = getattr(log, name)
         if not log.prometheus and value != getattr(LogConfig, name):
             raise changes_nothing(f"log.{name}", value, "log.prometheus = false", "log.prometheus=true")
-
-
-def _near(key: str, value: int, unit: int) -> list[Change]:
-    """The key set to the multiples of `unit` around its value."""
-    return [{key: n} for n in (value // unit * unit, value // unit * unit + unit) if n]
-
-
-def _nearest_first(numbers: list[int], to: int) -> list[int]:
-    """By their ratio to a number, the smaller one of two as near first."""
-    return sorted((n for n in numbers if n != to), key=lambda n: (max(n / to, to / n), n))
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
-
-
-def _listed(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers))

@@ -71,6 +71,7 @@ def test_torchrun_has_one_task_per_node_with_the_cores_of_its_ranks():
         (['run.name="a\nb"'], ["run.name"]),
         (["launch.slurm.time_limit=tomorrow"], ["time_limit", "tomorrow"]),
         (["launch.slurm.time_limit=0:05:00", "launch.slurm.signal_lead_s=300"], ["signal_lead_s = 300", "0:05:00"]),
+        (["launch.slurm.signal_lead_s=65536"], ["signal_lead_s = 65536", "65535"]),  # Slurm's bound
         (["launch.slurm.partition='a b'"], ["partition", "a b"]),
         (["launch.slurm.account='$(id)'"], ["account"]),
         (["launch.slurm.constraint='a;b'"], ["constraint", "a;b"]),
