@@ -70,6 +70,7 @@ def _engine(cfg: Config) -> Any:
 
     out = engine(cfg)
     out.initialize()
+    out.settle()
     return out
 
 
@@ -78,6 +79,7 @@ def _train(cfg: Config) -> Any:
 
     engine = _engine(cfg)
     results = [engine.train_step(micro_batches(engine, step), cfg.optim.lr) for step in range(3)]
+    engine.settle()
     weights = {name: param.double().abs().sum().item() for name, param in engine.buffers.parameters.items()}
     return [(r.loss, r.grad_norm, r.loss_scale) for r in results], weights
 

@@ -109,6 +109,7 @@ def weights_and_masters(dp, zero):
     """After 2 steps in bf16: the weights, and this rank's part of the masters beside the same part of the weights."""
     e = engine(tiny(parallel__dp=dp, parallel__zero=zero, train__precision="bf16"))
     e.initialize()
+    e.settle()
     start = e.buffers.flat.clone()
     for i in range(2):
         e.train_step(micro_batches(e, i), 0.01)

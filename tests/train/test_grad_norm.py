@@ -18,6 +18,7 @@ def curve(cfg, sequence_parallel=False):
     cfg.parallel.sequence_parallel = sequence_parallel
     e = engine(cfg)
     e.initialize()
+    e.settle()  # gathers that are under way would undo what follows
     with torch.no_grad():
         for name, p in e.buffers.parameters.items():
             if "norm" in name:
