@@ -29,6 +29,7 @@ import torch
 from megakit.checkpoint import safetensors_files
 from megakit.checkpoint.convert import Target, plan, write
 from megakit.checkpoint.weights import open_weights
+from megakit.observe.memory import peak_rss_bytes
 from model_zoo import family
 
 LLAMA_70B = {
@@ -157,7 +158,7 @@ def sparse(source: str, target: str) -> None:
     shutil.disk_usage = lambda path: type(usage)(10**15, 0, 10**15)
     safetensors_files.write_all = write_all
     assert main(["--to", "megakit", source, target]) == 0
-    print(f"peak memory of the process: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB")
+    print(f"peak memory of the process: {peak_rss_bytes() / 2**30:.2f} GiB")
 
 
 def main() -> None:

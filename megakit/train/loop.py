@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import resource
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from megakit.data.stream import SampleStream
 from megakit.data.tokenizer import Tokenizer
 from megakit.errors import AskedToStop, NotFinite
 from megakit.observe.flops import flops_per_token, mfu
+from megakit.observe.memory import peak_rss_bytes
 from megakit.observe.record import EvalRecord, StepRecord
 from megakit.observe.writer import MetricsWriter
 from megakit.optim.lr import learning_rate
@@ -226,4 +226,4 @@ def peak_memory_gib(device: torch.device) -> float:
     """Largest memory of this rank so far: the GPU allocator's, or the process's on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    return peak_rss_bytes() / 2**30

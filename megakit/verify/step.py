@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import resource
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 
 from megakit.config.schema import Config
+from megakit.observe.memory import peak_rss_bytes
 from megakit.parallel.grid import ParallelState
 from megakit.train.engine import Engine
 from megakit.verify.gpu import gpu_operators
@@ -63,7 +63,7 @@ def _step(cfg: Config, rank: int, replay: bool) -> Stepped:
         at=live.at,
         end_bytes=end,
         skipped=passes.skipped if passes else 0,
-        peak_rss=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        peak_rss=peak_rss_bytes(),
     )
 
 
